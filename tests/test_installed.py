@@ -13,7 +13,6 @@ import pytest
 
 import moelab
 from moelab import shipped
-from moelab.__main__ import main
 from moelab.lab import records
 from moelab.replay import locality
 
@@ -58,7 +57,7 @@ def test_commands_without_the_extra(model_path, tmp_path):
     )
 
 
-def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, capsys):
+def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path):
     monkeypatch.setattr(shipped, "DATA", tmp_path / "data")
     for ask in (
         lambda: records.read("cpu_bench"),
@@ -66,6 +65,4 @@ def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, ca
     ):
         with pytest.raises(FileNotFoundError, match="^data/.* no data/. Clone its repository"):
             ask()
-    assert main(["bench-faults", "--json", str(tmp_path / "r.json")]) == 1
-    assert capsys.readouterr().err.startswith("moelab: data/models/tiny-moe: not there")
     assert not list(tmp_path.iterdir())

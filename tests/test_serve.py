@@ -31,6 +31,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import _merge_caches
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
+from serving import Served
 
 import moelab
 from moelab import DATA
@@ -38,7 +39,6 @@ from moelab.__main__ import main
 from moelab.commands import answers, serve
 from moelab.commands.drafting import leave_room, open_draft
 from moelab.lab import limit
-from moelab.lab.serving import Served
 from moelab.streaming.room import RESERVE_NBYTES
 
 MODEL = DATA / "models/tiny-moe"

@@ -58,13 +58,21 @@ class _Places(dict):
         path = WORK / name
         if not path.is_dir():
             words = command.format_map(self)  # first makes the checkpoints that this one is made of
-            _run(["moelab", *words.split(), str(path), "--quiet"])
+            _run(["-m", "moelab", *words.split(), str(path), "--quiet"])
         return str(path)
+
+
+def _python(command):
+    """The words behind ``python``: of a lab's script, of a recipe, or of a command."""
+    first, *rest = command.split()
+    if first == "recipe":
+        return [f"data/recipes/{rest[0]}.py", *rest[1:]]
+    return ["-m", "moelab.lab", *rest] if first == "lab" else ["-m", "moelab", first, *rest]
 
 
 def _run(words):
     """Run one of our commands; a failure is an ``OSError``, unless it found other tokens."""
-    done = subprocess.run([sys.executable, "-m", *words], cwd=DATA.parent)
+    done = subprocess.run([sys.executable, *words], cwd=DATA.parent)
     if done.returncode not in (0, 3):
         raise OSError(f"{' '.join(words)}: exit status {done.returncode}")
 
@@ -98,9 +106,7 @@ def main(*names: str) -> int:
     for name, entry in asked.items():
         new, begin = WORK / f"{name}.json", time.monotonic()
         places["out"] = new
-        command = entry["command"].format_map(places)
-        program = "moelab.lab" if command.startswith("lab ") else "moelab"
-        _run([program, *command.removeprefix("lab ").split()])
+        _run(_python(entry["command"].format_map(places)))
         took = f"{(time.monotonic() - begin) / 60:.1f} min"
         try:
             records.read(str(new))
@@ -173,8 +179,7 @@ def page() -> str:
             "",
             f"{entry['what']} {_provenance(samples)} Quoted in: {', '.join(quoted) or 'nothing'}.",
             "",
-            f"Measured again by `python -m moelab{'.lab' * entry['command'].startswith('lab ')} "
-            f"{entry['command'].removeprefix('lab ')}`",
+            f"Measured again by `python {' '.join(_python(entry['command']))}`",
             "",
             *_table(samples, entry),
             "",

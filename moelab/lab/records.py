@@ -109,10 +109,9 @@ def table(record: dict[str, Any]) -> "DataFrame":
     return out
 
 
-def published(source: str, rows: list[dict[str, Any]]) -> "DataFrame":
-    """Figures of a source, or what follows from them, as a table; charts name the source alone."""
-    settings = {"model": PUBLISHED[source]["source"]}
-    return table({"record": source, "machine": "", "settings": settings, "rows": rows})
+def computed(rows: "list[dict[str, Any]] | DataFrame", source: str = "") -> "DataFrame":
+    """A table of what was computed or published; charts name its source and no machine."""
+    return table({"record": source, "machine": "", "settings": {"model": source}, "rows": rows})
 
 
 def as_json(samples: "DataFrame") -> dict[str, Any]:

@@ -68,15 +68,15 @@ def test_a_part_makes_its_checkpoints_and_its_records(commands, capsys):
     assert main(["records", "one"]) == 0
     tiny = recording.DATA / "models" / "tiny-moe"
     assert ran == [
-        f"moelab synthesize --like {tiny} T/work/small --quiet",
-        "moelab repack T/work/small T/work/packed --quiet",
-        "moelab bench T/work/packed --json T/work/cpu_a.json",
+        f"-m moelab synthesize --like {tiny} T/work/small --quiet",
+        "-m moelab repack T/work/small T/work/packed --quiet",
+        "-m moelab bench T/work/packed --json T/work/cpu_a.json",
     ]
     assert [p.name for p in results.iterdir()] == ["cpu_a.json"]
     assert "cpu_a: " in capsys.readouterr().out
     ran.clear()
     assert main(["records", "cpu_b"]) == 0
-    assert ran == [f"moelab.lab kernels {tiny} T/work/cpu_b.json"]
+    assert ran == [f"-m moelab.lab kernels {tiny} T/work/cpu_b.json"]
 
 
 def test_a_disturbed_run_leaves_the_old_record(commands, tmp_path, capsys):

@@ -14,7 +14,7 @@ from ...replay.machine import Machine
 from .. import charts, records
 from ..models import named_sizes
 from ..records import pandas
-from . import page_cache, published
+from . import page_cache
 from .plan import FORMULA_SPREAD, forecast, range_text, rough
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def own() -> "DataFrame":
 
 
 def own_prompts() -> "DataFrame":
-    """The table of ``published.first_tokens`` for our own cold prompts, cores and SSD."""
+    """Our own cold prompts, and by what factor they lie outside of the planned range."""
     reads = records.read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
     machine = Machine.cpu(24 * 2**30, reads["fio direct, experts, 8 in flight"], cores=2)
     sizes, _ = page_cache.machine_and_model(records.read("cuda_costs_35b"))  # the same model
@@ -144,7 +144,9 @@ def own_prompts() -> "DataFrame":
             measured = {"prompt_tokens": tokens, "first_token_s": part.prefill_s.median()}
             planned = {"least_s": least, "most_s": most}
             rows.append({"side": "our own", "group": record, **measured, **planned})
-    return published.outside(pandas().DataFrame(rows))
+    out = pandas().DataFrame(rows)
+    early, late = out.least_s / out.first_token_s, out.first_token_s / out.most_s
+    return out.assign(factor=np.maximum(1, np.maximum(early, late)))
 
 
 def main(out: str) -> None:
