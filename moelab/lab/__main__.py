@@ -16,7 +16,6 @@ SCRIPTS = {  # name: its module, what it does
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "community": ("experiments.share", "the page of the speeds that people sent"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
-    "dispatch": ("experiments.dispatch", "operations sent and waited for, for notebook 01"),
     "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "index": ("plots.index", "write the index of a folder of pages again"),
     "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),

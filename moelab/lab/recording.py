@@ -6,8 +6,9 @@
     python -m moelab.lab records page                writes data/results/README.md
 
 A record of the list has its ``part`` (which takes half an hour at most), its ``command`` and
-``what`` it holds; on the page it shows the columns in ``shows``, grouped ``by`` columns. The
-checkpoints that commands name are made once, under ``build/records``.
+``what`` it holds; on the page it shows the columns in ``shows``, grouped ``by`` columns. Cells of
+a ``notebook`` measure the others: ``records.save(PATH, here)`` keeps one. The checkpoints that
+commands name are made once, under ``build/records``.
 """
 
 import os
@@ -70,6 +71,13 @@ def _python(command):
     return ["-m", "moelab.lab", *rest] if first == "lab" else ["-m", "moelab", first, *rest]
 
 
+def _how(entry):
+    """By which command, or in which notebook, a record is measured."""
+    if "notebook" in entry:
+        return f"in a cell of notebook {entry['notebook']}"
+    return f"by `python {' '.join(_python(entry['command']))}`"
+
+
 def _run(words):
     """Run one of our commands; a failure is an ``OSError``, unless it found other tokens."""
     done = subprocess.run([sys.executable, *words], cwd=DATA.parent)
@@ -96,6 +104,8 @@ def main(*names: str) -> int:
             print(f"{part}: {', '.join(mine)}")
         return 0
     asked = {n: e for n, e in entries.items() if {n, e["part"]}.intersection(names)}
+    for name in [name for name, entry in asked.items() if "notebook" in entry]:
+        print(f"{name}: measured in notebook {asked.pop(name)['notebook']}, see records.save")
     own = "cuda" if card()["backend"] == "CUDA" else "cpu"
     if others := [name for name in asked if not name.startswith(f"{own}_")]:
         raise ValueError(
@@ -179,7 +189,7 @@ def page() -> str:
             "",
             f"{entry['what']} {_provenance(samples)} Quoted in: {', '.join(quoted) or 'nothing'}.",
             "",
-            f"Measured again by `python {' '.join(_python(entry['command']))}`",
+            f"Measured again {_how(entry)}",
             "",
             *_table(samples, entry),
             "",

@@ -247,7 +247,7 @@ def interleave(
     seed: int = 0,
     each_round: Callable[[int], dict[str, Any]] | None = None,
     keep: Callable[["DataFrame"], None] | None = None,
-    progress: bool = True,
+    progress: bool = False,
 ) -> "DataFrame":
     """Run every variant once a round, in a new random order every round.
 
@@ -293,7 +293,7 @@ def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, 
 class Running:
     """The header of a run in progress: what made it, where, and what else the machine did."""
 
-    def __init__(self, kind: str, settings: dict[str, Any], tabled: bool = True):
+    def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
         if tabled:
             pandas()  # fails before the work, which would be lost
         self.average = list(os.getloadavg())
@@ -303,7 +303,7 @@ class Running:
             "command": _command(),
             **_commit(),
             "machine": card(),
-            "settings": settings,
+            "settings": settings or {},
         }
 
     def table(self, rows: list[dict[str, Any]], **more: Any) -> "DataFrame":
