@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import subprocess
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from moelab.__main__ import main
 from moelab.lab import limit, records
 from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import decode
-from moelab.lab.experiments import bench, reads
+from moelab.lab.experiments import bench
 from moelab.lab.texts import PROMPTS
 
 
@@ -181,32 +180,6 @@ def test_a_mode_with_other_tokens_is_called_out(model_path):
     records.values(r, "serial", "tokens")[1][2] += 1
     assert records.same_tokens(r, "resident")["serial"] == (1, 2)
     assert "DIFFER in 1 of 2 rounds" in bench.report(r)
-
-
-def test_reads(model_path, monkeypatch):
-    r = reads.bench_reads(model_path, depths=(1, 2), nbytes=1 << 18, rounds=2, progress=False)
-    assert set(r.reader) == (
-        {"moelab", "fio buffered", "fio direct"} if shutil.which("fio") else {"moelab"}
-    )
-    assert (r.bytes_per_s > 0).all()
-    assert r.attrs["settings"]["block_sizes"] == {
-        "experts": [256, 4096],
-        "experts, 32 a call": [256, 4096],
-        "weights": [4096],
-    }
-    assert (r.groupby(["reader", "kind", "depth"]).size() == 2).all()
-    assert (
-        len(
-            records.paired(
-                r, "moelab, weights, 1 in flight", "moelab, weights, 2 in flight", "bytes_per_s"
-            )
-        )
-        == 2
-    )
-    assert "depth 2" in reads.report(r)
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    r = reads.bench_reads(model_path, depths=(1,), nbytes=1 << 16, rounds=1, progress=False)
-    assert "fio is not installed" in reads.report(r)
 
 
 # the commands

@@ -9,6 +9,7 @@ import numpy as np
 import peers
 import published
 import pytest
+import reads
 import to_gguf
 
 from moelab import DATA
@@ -149,3 +150,9 @@ def test_a_source_whose_rows_are_all_as_far_off_is_right_once_one_is_known():
     assert found.factor.to_numpy() == pytest.approx(2)
     assert found.engine_known["a"] == pytest.approx(1) and np.isnan(found.engine_known["b"])
     assert published.reached(found)["median"] == pytest.approx(2)
+
+
+def test_whole_experts_are_read(model_path, monkeypatch):
+    monkeypatch.setattr(reads.shutil, "which", lambda _: None)  # fio
+    made = reads.bench_reads(model_path, (1, 2), 1 << 18, 2)
+    assert len(made) == 3 * 2 * 2 and (made.bytes_per_s > 0).all()
