@@ -102,9 +102,6 @@ def test_more_machines_read_less_and_exchange_more():
     one, two, four = (several.parts_122b(trace, n, 32, 3e9, 1e9, 5e-5, 0.05) for n in (1, 2, 4))
     assert one["reads"] > two["reads"] > four["reads"] and one["exchange"] == 0
     assert four["exchange"] > two["exchange"] > 0
-    figure = several.dial(trace)(4, 32, 3.0, 8, 50, 50)
-    speed = sum(one.values()) / sum(four.values())
-    assert f"{speed:.2f} times" in figure.layout.title.text
 
 
 def test_placements():

@@ -5,7 +5,7 @@ python -m moelab.lab placements OUT.json
 What ranks of this machine do is in ``experiments.ranks``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from ...replay import ranks as replay
 from ...replay.locality import popularity, recorded_trace
 from ...streaming.placement import balanced, by_number
 from ...streaming.trace import Trace
-from .. import charts, records
+from .. import records
 from .ranks import EXPERT_NBYTES, HELD, size
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ TEXTS = ("code", "tests", "prose", "docs", "sampled")
 # with a scale and a bias for 64 weights. A row is sent in bfloat16.
 L_122B, D_122B, E_122B, VALUE_NBYTES = 48, 3072, 256, 2
 EXPERT_NBYTES_122B = 3 * D_122B * 1024 * 36 // 64
-GBIT = 1e9 / 8  # bytes a second
 
 
 def placements(
@@ -125,33 +124,6 @@ def _replayed(trace, n, slots):
     of = np.take_along_axis(owners[None], experts.astype(np.intp), 2)
     pairs = np.stack([(of == rank).sum(2) for rank in range(n)]).max(0)
     return read, float(pairs.mean()) + 1  # plus the row of checks
-
-
-def dial(trace: Trace) -> Callable[..., charts.go.Figure]:
-    """Make the function behind the sliders: the model's token on one machine and on several."""
-
-    def look(ranks: int, slots: int, ssd_GBs: float, link_Gbits: float, latency_us: int, ms: int):
-        given = slots, ssd_GBs * 1e9, link_Gbits * GBIT, latency_us / 1e6, ms / 1e3
-        sizes = sorted({1, 2, ranks})
-        token = {n: parts_122b(trace, n, *given) for n in sizes}
-        rows = [{"machines": f"{n} machine" + "s" * (n > 1), **token[n]} for n in sizes]
-        one, more = (1e3 * sum(token[n].values()) for n in (1, ranks))
-        samples = records.pandas().DataFrame(rows)
-        samples.attrs = {"record": "none: a model", "machine": ""}
-        told = ", ".join(f"{part} {s * 1e3:.1f} ms" for part, s in token[ranks].items())
-        return charts.parts(
-            samples,
-            {part: f"{part} * 1e3" for part in token[1]},
-            "machines",
-            title=f"{ranks} machines: {one / more:.2f} times the speed of one",
-            axis="ms a token",
-            finding=f"{one:.0f} ms a token on one machine, {more:.0f} on {ranks}: {told}.",
-            note="a model, not a measurement: Qwen3.5-122B-A10B, "
-            f"{slots} of {E_122B} experts of a layer in slots, SSDs of {ssd_GBs:g} GB/s, "
-            f"{link_Gbits:g} Gbit/s, {latency_us} us a message",
-        )
-
-    return look
 
 
 def main(out: str) -> None:

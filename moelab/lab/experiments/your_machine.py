@@ -3,19 +3,19 @@
 python -m moelab.lab own OUT.json
 """
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
 from ...configs import CONFIGS
 from ...replay.machine import Machine
-from .. import charts, records
+from .. import records
 from ..models import named_sizes
 from ..records import pandas
 from . import page_cache
-from .plan import FORMULA_SPREAD, forecast, range_text, rough
+from .plan import FORMULA_SPREAD, forecast
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -77,33 +77,6 @@ def by_slots(name: str, machine: Machine, count: int = 12) -> "DataFrame":
         speed = 1 / forecast(name, machine, slots=slots).advice.token_s
         rows.append({"slots": slots, "held_gb": round(held / 1e9, 1), "tok_s": speed})
     return pandas().DataFrame(rows)
-
-
-def dial(name: str) -> Callable[..., Any]:
-    """Make the function behind the sliders: what a model's token takes on a Mac of given rates."""
-
-    def look(ram, ssd, memory, slots, top_k, drafts, accepted):
-        machine = Machine.mac(ram * 1e9, ssd * 1e9, memory * 1e9)
-        held = max(top_k, round(named_sizes(name).E * slots / 100)) if slots else None
-        found = forecast(name, machine, top_k=top_k, slots=held)
-        token = found.with_drafts(drafts, accepted / 100)
-        samples = pandas().DataFrame(
-            [{"variant": name, **{part: s * 1e3 for part, s in token.items()}}]
-        )
-        samples.attrs = {"record": "none: a model", "machine": ""}
-        speed = 1 / sum(token.values())
-        return charts.parts(
-            samples,
-            {part: f"`{part}`" for part in token},
-            title=f"{name}: {rough(speed)} tok/s, probably {range_text(speed)}",
-            axis="ms a token",
-            finding=f"{found.advice.config.slots} of {found.sizes.E} experts of each layer are in "
-            f"slots; {found.sizes.fits(machine.model_nbytes)} fit. Most of a token: {found.binds}.",
-            note=f"a Mac of {ram} GB, SSD {ssd:g} GB/s, memory {memory} GB/s, top-k {top_k}, "
-            f"{drafts} drafts of which {accepted}% are right",
-        )
-
-    return look
 
 
 def own() -> "DataFrame":
