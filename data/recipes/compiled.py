@@ -113,7 +113,7 @@ def compiled(path, tokens=64, rounds=15):
         for name, ways in named.items()
     }
     settings = {"model": path.name, "tokens": tokens}
-    return records.interleave("compiled", runs, rounds, settings, warmup=2, progress=False)
+    return records.interleave("compiled", runs, rounds, settings, warmup=2)
 
 
 def _text(model, tokens):

@@ -62,15 +62,14 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
     return items
 
 
-def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, StreamConfig]]:
-    """The options' configuration without a mode, and the one of each mode by its text.
+def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
+    """The options' configuration of each mode, by its text.
 
     An option that has no effect in any of the modes ends the command.
     """
-    base = stream_config(args)
-    configs = parse_modes(args.modes, base)
+    configs = parse_modes(args.modes, stream_config(args))
     check_stream_options(args, configs)
-    return base, configs
+    return configs
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:

@@ -52,7 +52,7 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
         for path in (model_path, packed)
         for p in ("none", "lookahead", "oracle")
     }
-    made = bench.measure(model_path, variants, tokens=3, runs=2, warmup=1, progress=False)
+    made = bench.measure(model_path, variants, tokens=3, runs=2, warmup=1)
     assert made.attrs["settings"]["variants"][f"none, {packed.name}"]["path"] == packed.name
     first = next(iter(variants))
     assert set(records.same_tokens(made, first).values()) == {(2, 2)}

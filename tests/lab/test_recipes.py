@@ -59,7 +59,7 @@ def test_all_read_one_text_and_say_one_continuation():
 def test_a_peers_run_has_the_tokens_and_the_clock_of_ours():
     ids, fed = bench.texts_of(CODE, 5, TINY)
     row = peers.sample_here(peers.MLX_LM, str(TINY), ids, fed, 2, 3, [], {})
-    ours = bench.measure(TINY, "resident", None, 3, 1, 2, feed=CODE, progress=False)
+    ours = bench.measure(TINY, "resident", None, 3, 1, 2, feed=CODE)
     assert row["tokens"] == ours.tokens[0] and row["prompt_tokens"] == len(ids)
     assert row["decode_tokens"] == len(row["step_s"]) == 3
     assert row["decode_s"] == sum(row["step_s"])

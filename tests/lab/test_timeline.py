@@ -13,12 +13,10 @@ from moelab.streaming.reading.reader import Reader
 @pytest.mark.parametrize("cold", [False, True])
 def test_the_host_does_one_thing_after_another(model_path, cold):
     read_here, modes = Reader.read_here, "resident,buffers,fused,fused/kernels=mlx/dtype=float32"
-    made = timeline.measure(
-        model_path, modes, StreamConfig(slots=8), tokens=2, runs=1, cold=cold, progress=False
-    )
+    made = timeline.measure(model_path, modes, StreamConfig(slots=8), tokens=2, runs=1, cold=cold)
     assert Reader.read_here is read_here
     assert set(records.same_tokens(made, "resident").values()) == {(1, 1)}
-    text = bench.measure(model_path, "resident", None, 2, 1, 4, progress=False).tokens[0]
+    text = bench.measure(model_path, "resident", None, 2, 1, 4).tokens[0]
     assert made.tokens[0] == text[4:]  # after the warm-up
     parts = made[[*timeline.HOST.values()]]
     assert (parts >= 0).all(axis=None)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
 import psutil
 from mlx_lm.sample_utils import make_sampler
 
@@ -47,7 +46,7 @@ from ..models import folder
 from ..texts import PROMPTS, heldout_ids
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+    from pandas import DataFrame
 
 OTHER_TOKENS = 3  # the exit status if other tokens were decoded
 DISK_READERS, DISK_READS = 16, 1024  # as many as a prompt reads, and as many at once
@@ -81,7 +80,7 @@ class Variant:
         """The columns that tell this variant's rows apart, without those it has no use for."""
         drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
         config, cache = self.config, {}
-        if _has_slots(config):
+        if config.mode in SLOT_MODES:
             cache |= {} if config.asks_for_slots else {"slots": config.slots}
             cache |= {} if config.policy == "auto" else {"policy": config.policy}
         return {
@@ -93,10 +92,6 @@ class Variant:
             **({"cold": self.cold} if self.cold != "no" else {}),
             **({} if config.reads == "auto" else {"direct": config.reads == "direct"}),
         }
-
-
-def _has_slots(config):
-    return config.mode in SLOT_MODES
 
 
 def resident_like(base: StreamConfig | None = None) -> StreamConfig:
@@ -121,9 +116,9 @@ def crossed(
     out, drafts = {}, [None, *lengths] if draft else [None]
     every = product(configs.items(), layouts.items(), limits, direct, drafts)
     for (name, config), (layout, path), limit_nbytes, past, n in every:
-        if past and not _has_slots(config):
+        if past and config.mode not in SLOT_MODES:
             continue
-        past = past if _has_slots(config) else None
+        past = past if config.mode in SLOT_MODES else None
         if past is not None:
             config = replace(config, reads="direct" if past else "cached")
         words = [name, layout]
@@ -254,8 +249,7 @@ def measure(
     warmup: int = 16,
     prompts: Sequence[str] = PROMPTS,
     seed: int = 0,
-    together: bool | None = None,
-    progress: bool = True,
+    progress: bool = False,
     on_round: Callable[["DataFrame"], None] | None = None,
     feed: str | Path | None = None,
     temp: float = 0.0,
@@ -265,8 +259,8 @@ def measure(
     Where a variant has a memory limit, each run of each variant has a process of its own, whose
     page cache is empty, and a variant that was killed is not run again. Else a first round is not
     kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's file, its prompt and
-    tokens are read instead. With ``together`` all models stay loaded (None: if they take less than
-    half of the memory). ``on_round`` gets the table after each round. A row is a run.
+    tokens are read instead. All models stay loaded if they take less than half of the memory.
+    ``on_round`` gets the table after each round. A row is a run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes
@@ -280,8 +274,7 @@ def measure(
             draft_config(v.draft, BUILT_IN)  # refuses an unfit draft
     known = [v.config for v in variants.values() if not (alone and v.config.asks_for_slots)]
     predicted = [footprint(path, c).total_nbytes for c in known]  # refuses unfit fields
-    if together is None:
-        together = not alone and sum(predicted) < memory_available() / 2
+    together = not alone and sum(predicted) < memory_available() / 2
     cold = {v.cold for v in variants.values()} | ({"prompt"} if alone else set())
     settings = {
         "model": path.name,
@@ -291,7 +284,6 @@ def measure(
         **({"feed": Path(feed).name} if feed else {"prompts": list(map(_words, prompts))}),
         **({"temp": temp} if temp else {}),
         "cache_state": "warm" if cold == {"no"} else "cold",
-        **({} if alone else {"together": together}),
         "baseline": next((n for n, v in variants.items() if v.config.mode == "resident"), None),
         "variants": {name: _as_dict(v) for name, v in variants.items()},
     }
@@ -394,148 +386,52 @@ def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[i
     return ids[:first], ids[first : first + num]
 
 
-def ceilings(samples: "DataFrame") -> dict[str, dict[str, float]]:
-    """What a mode could reach if reads were all that is added to the resident model's work.
-
-    That work is the resident model's with the same kernels.
-    """
-    configs, speeds = samples.attrs["settings"]["variants"], samples.attrs["read_bytes_per_s"]
-    token_s = {
-        config["kernels"]: records.values(samples, name, "token_s").median()
-        for name, config in configs.items()
-        if config["mode"] == "resident"
-    }
-    out = {}
-    for name, config in configs.items():
-        if config["mode"] != "resident" and config["kernels"] in token_s:
-            nbytes = records.values(samples, name, "read_nbytes_per_token").mean()
-            alone = token_s[config["kernels"]]
-            with_reads = {k: 1 / (alone + nbytes / speed) for k, speed in speeds.items()}
-            out[name] = {"no reads": 1 / alone} | with_reads
-    return out
-
-
-def prompt_of_bound(samples: "DataFrame", variant: str) -> "Series":
-    """How near a prompt comes to its bound, by round: the bound's seconds over the measured ones.
-
-    The bound is what reading alone or computing alone would take, whichever is more: the prompt's
-    bytes at the disk's speed before the round, or the resident model's prompt.
-    """
-    baseline = samples.attrs["settings"]["baseline"]
-    rows = samples[samples.variant == variant].set_index("round")
-    read_s = rows.prompt_nbytes / rows.disk_bytes_per_s
-    computed_s = records.values(samples, baseline, "prefill_s")
-    return read_s.clip(lower=computed_s.reindex(read_s.index)) / rows.prefill_s
-
-
-def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> dict[str, float]:
-    """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
-    file, nbytes = _largest(path, nbytes)
-    return {
-        f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes)
-        for state in ("cold", "warm")
-    }
-
-
 def disk_speed(path: str | Path) -> float:
     """Bytes per second of the disk: a thousand reads of the checkpoint's largest file, cold.
 
     On Linux they go past the page cache, with which the system is slower than the disk.
     """
-    file, nbytes = _largest(path, 1 << 20)
+    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    nbytes = max(4096, min(1 << 20, file.stat().st_size // 32))
     nbytes -= nbytes % native.ALIGNED
     return machine.read_speed(file, True, DISK_READERS, nbytes, DISK_READS, direct=True)
 
 
-def _largest(path, nbytes):
-    """The checkpoint's largest file, and the bytes of one read."""
-    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    return file, max(4096, min(nbytes, file.stat().st_size // 32))
+SHOWN = {  # columns of the report's table
+    "tok/s": "tok_s",
+    "hits": "hit_rate",
+    "MB/token": "read_nbytes_per_token / 1e6",
+    "peak MB": "peak_nbytes / 1e6",
+    "predicted": "predicted_nbytes / 1e6",
+    "prompt s": "prefill_s",
+    "tau": "tau",
+}
 
 
 def report(samples: "DataFrame") -> str:
-    """Write a bench's table, killed variants, prompts against their bound, and ceilings as text."""
-    s = samples.attrs["settings"]
-    baseline, names = s["baseline"], [n for n in s["variants"] if n in set(samples.variant)]
-    how = "each run a process of its own"
-    if "together" in s:
-        how = "models loaded " + ("all at once" if s["together"] else "one at a time")
-    text = f"tokens of {s['feed']}" if "feed" in s else "greedy tokens"
-    text = f"tokens sampled at {s['temp']}" if "temp" in s else text
-    ratio = records.ratios(samples, baseline) if baseline else {}
-    same = records.same_tokens(samples, baseline) if baseline else {}
-    wide = max(map(len, names))
+    """Write the medians of a bench, each mode's speed over the resident model's, and its plan."""
+    s, alive = samples.attrs["settings"], samples[~samples.killed]
+    shown = {n: c for n, c in SHOWN.items() if c.partition(" ")[0] in samples}
+    columns = {label: alive.eval(column) for label, column in shown.items()}
+    columns = records.pandas().DataFrame(columns)
+    table = columns.groupby(alive.variant, sort=False).median()
+    if s["baseline"] in table.index:
+        ratios = records.ratios(samples, s["baseline"])[["median", "low", "high"]]
+        table = table.join(ratios.add_prefix("of resident, "))
+        same = records.same_tokens(samples, s["baseline"])
+        said = {n: "same" if a == b else f"DIFFER in {b - a} of {b}" for n, (a, b) in same.items()}
+        table["tokens"] = table.index.map(said)
     lines = [
         machine.card_line(samples.attrs["machine"]),
-        f"{s['model']} ({s['checkpoint_nbytes'] / 1e6:.0f} MB of tensors): {s['tokens']} {text} a "
-        f"run after {s['warmup_tokens']} of warm-up, {how}, rounds in random order, page cache "
-        f"{s['cache_state']}",
-        f"{'mode':{wide}}  {'tok/s median [quartiles]':26} {'of resident [interval]':26} "
-        f"{'hits':>5} {'MB/token':>9} {'peak MB':>8} {'predicted':>9}  {'prompt s':>8}  "
-        f"{'tau':>4}  tokens",
+        f"{s['model']}, {s['tokens']} tokens a run, page cache {s['cache_state']}, medians of "
+        f"{samples['round'].nunique()} rounds in random order",
+        table.to_string(float_format="{:.4g}".format, na_rep="-"),
     ]
-    for name in names:
-        rows = samples[(samples.variant == name) & ~samples.killed]
-        if rows.empty or samples[samples.variant == name].killed.any():
-            lines.append(f"{name:{wide}}  killed for its memory")
-            continue
-        streamed = s["variants"][name]["mode"] != "resident"
-        reads = f"{'-':>5} {'-':>9}"
-        if streamed:
-            nbytes = rows.read_nbytes_per_token.mean()
-            reads = f"{rows.hit_rate.mean():5.0%} {nbytes / 1e6:9.2f}"
-        equal, n = same.get(name, (0, 0))
-        said = "-" if name == baseline or not n else "same"
-        said = f"DIFFER in {n - equal} of {n} rounds" if n != equal else said
-        lines.append(
-            f"{name:{wide}}  {_quartiles(rows.tok_s):26} "
-            f"{_interval(ratio.loc[name]) if name != baseline and n else '-':26} {reads} "
-            f"{rows.peak_nbytes.max() / 1e6:8.0f} {rows.predicted_nbytes.max() / 1e6:9.0f}  "
-            f"{rows.prefill_s.median():8.3g}  {_tau(rows)}  {said}"
-        )
-    for name in names:
-        rows = samples[(samples.variant == name) & ~samples.killed]
-        if rows.empty:
-            continue
-        if "limited_by" in rows:
-            grown = (rows.rss_end_nbytes - rows.rss_warm_nbytes).max() / 1e6
-            lines.append(
-                f"{name}: process {rows.rss_end_nbytes.max() / 1e6:.0f} MB, {grown:+.1f} MB over "
-                f"the timed tokens ({rows.limited_by.iloc[0]})"
-            )
-        if "plan" in rows and not rows.plan.isna().all():
-            lines.append(f"{name}: {rows.plan.dropna().iloc[0]}")
-        if baseline and "disk_bytes_per_s" in rows and s["variants"][name]["mode"] != "resident":
-            share = _quartiles(prompt_of_bound(samples, name).dropna(), ".2f")
-            lines.append(
-                f"prompt, {name}: {_quartiles(rows.prefill_s, '.2f')} s, "
-                f"{rows.prompt_nbytes.median() / 1e6:.0f} MB read; the larger of its reads at the "
-                f"disk's speed and resident's prompt is {share} of that"
-            )
-    for name, ceiling in ceilings(samples).items() if "read_bytes_per_s" in samples.attrs else ():
-        speeds = ", ".join(f"{v:.1f} tok/s with {k}" for k, v in ceiling.items())
-        lines.append(f"ceilings, {name}: {speeds}")
-    return "\n".join(lines)
-
-
-def _quartiles(values, form=".4g"):
-    low, mid, high = (format(v, form) for v in np.percentile(values, (25, 50, 75)))
-    return f"{mid} [{low} - {high}] n={len(values)}"
-
-
-def _interval(ratio):
-    return (
-        f"{ratio['median']:.3g} [{ratio['low']:.3g} - {ratio['high']:.3g}] "
-        f"{ratio['confidence']:.0%}"
-    )
-
-
-def _tau(rows):
-    """Tokens that a round with drafts commits, on average."""
-    if "committed" not in rows or rows.committed.isna().all():
-        return "   -"
-    committed = [n for row in rows.committed for n in row]
-    return f"{np.mean(committed):4.2f}" if committed else "none"
+    if "plan" in alive:
+        plans = alive.dropna(subset="plan").groupby("variant", sort=False).plan.first()
+        lines += [f"{name}: {plan}" for name, plan in plans.items()]
+    dead = dict.fromkeys(samples[samples.killed].variant)
+    return "\n".join(lines + [f"killed for its memory: {name}" for name in dead])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -597,12 +493,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure reads through the page cache and past it (Linux)",
     )
     parser.add_argument(
-        "--together",
-        choices=["auto", "yes", "no"],
-        default="auto",
-        help="all models at once (auto: if half of the memory holds them)",
-    )
-    parser.add_argument(
         "--cold",
         choices=COLD,
         default="no",
@@ -615,7 +505,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    base, configs = modes_given(args)
+    configs = modes_given(args)
     variants = crossed(
         configs,
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
@@ -635,13 +525,11 @@ def run(args: argparse.Namespace) -> int:
         runs=args.runs,
         warmup=args.warmup,
         prompts=prompts,
-        together={"auto": None, "yes": True, "no": False}[args.together],
         on_round=partial(records.save, args.json) if args.json else None,
         feed=args.feed,
         temp=args.temp,
+        progress=True,
     )
-    if not any(args.limits):
-        samples.attrs["read_bytes_per_s"] = read_speeds(args.model, base.readers)
     records.print_and_save(report(samples), samples, args.json)
     return 0 if _as_resident(samples) else OTHER_TOKENS
 

@@ -251,7 +251,7 @@ def exchange_here(group: Group, samples: int, dtype: str) -> list[dict[str, Any]
             mx.eval(x)
             call = partial(getattr(mx.distributed, f"all_{what}"), x, group=group)
             variants[f"{what} of {rows}, {size(n)}"] = partial(sample, call, what, rows)
-    made = records.interleave("", variants, samples, warmup=2, progress=False)  # alike in all ranks
+    made = records.interleave("", variants, samples, warmup=2)  # alike in all ranks
     return records.as_json(made)["rows"]
 
 
@@ -334,7 +334,7 @@ def joins_here(group: Group | None, runs: int, path: str) -> list[dict[str, Any]
         ways = {
             f"{how}, {size(n)}": partial(sample, how) for how in (JOINS if group else JOINS[:1])
         }
-        return records.as_json(records.interleave("", ways, runs, progress=False))["rows"]
+        return records.as_json(records.interleave("", ways, runs))["rows"]
 
 
 def joins(

@@ -108,7 +108,7 @@ def passes(
         return {"model": name, "positions": m, **reading[name].verify(m)}
 
     variants = {f"{n}, {m} positions": partial(run, n, m) for n in models for m in positions}
-    return records.interleave("passes", variants, rounds, {"context_tokens": at}, progress=False)
+    return records.interleave("passes", variants, rounds, {"context_tokens": at})
 
 
 def main(out: str, model: str, *slots: str) -> None:
