@@ -70,21 +70,11 @@ def test_a_command_that_takes_too_long_is_killed_and_leaves_nothing():
     assert groups(os.getpid()) <= before
 
 
-def test_killed_in_the_middle_it_leaves_no_process_and_the_next_run_removes_its_cgroup(tmp_path):
-    run("", 100 * MB, ["cgroup"])  # skips where there is none
+def test_killed_in_the_middle_it_leaves_no_process(tmp_path):
     note = tmp_path / "pid"
-    command = [
-        sys.executable,
-        "-c",
-        f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)",
-    ]
-    victim = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"from moelab.lab import limit; limit.run({command!r}, {200 * MB}, ['cgroup'])",
-        ]
-    )
+    rest = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"from moelab.lab import limit; limit.run([{sys.executable!r}, '-c', {rest!r}])"
+    victim = subprocess.Popen([sys.executable, "-c", code])
     try:
         while not (note.exists() and note.read_text()):
             assert victim.poll() is None
@@ -93,10 +83,6 @@ def test_killed_in_the_middle_it_leaves_no_process_and_the_next_run_removes_its_
         victim.send_signal(signal.SIGKILL)
         victim.wait()
     assert gone(int(note.read_text()))
-    assert groups(victim.pid)
-    limit._remove_stale.cache_clear()
-    assert not run("", 100 * MB, ["cgroup"]).killed
-    assert not groups(victim.pid)
 
 
 def test_version_2_goes_to_the_nearest_group_that_hands_the_controller_on(tmp_path, monkeypatch):
@@ -131,26 +117,22 @@ def test_systemd_gets_the_limit_and_a_session_that_cannot_limit_is_found_out(tmp
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(limit, "CGROUPS", tmp_path)
-    limit._no_systemd.cache_clear()
-    try:
-        why = limit._no_systemd()
-        if not why:  # cgroup v1: nothing to check
-            done = limit.run([sys.executable, "-c", "print(7)"], 50 * MB, ["systemd-run"])
-            assert (done.stdout.strip(), done.how) == ("7", "systemd-run --user")
-        else:
-            assert "delegated" in why
-            with pytest.raises(limit.NoLimit, match="delegated"):
-                limit.run(["true"], 50 * MB, ["systemd-run"])
-    finally:
-        limit._no_systemd.cache_clear()
+    monkeypatch.setattr(limit, "OWN_CGROUPS", own := tmp_path / "own")
+    own.write_text("0::/a scope\n")
+    with pytest.raises(limit.NoLimit, match="the user's session may not limit memory"):
+        limit.run(["true"], 50 * MB, ["systemd-run"])
+    (tmp_path / "a scope").mkdir()
+    (tmp_path / "a scope" / "memory.max").write_text("52428800")
+    done = limit.run([sys.executable, "-c", "print(7)"], 50 * MB, ["systemd-run"])
+    assert (done.stdout.strip(), done.how) == ("7", "systemd-run --user")
 
 
 @pytest.mark.parametrize("broken", ["no cgroups", "cgroup.procs"])
 def test_no_strategy_at_all_says_why_not_each(broken, tmp_path, monkeypatch):
-    def refuse():
+    def refuse(self):
         raise PermissionError("not allowed")
 
-    monkeypatch.setattr(limit, "_no_systemd", lambda: "no bus")
+    monkeypatch.setattr(limit, "SYSTEMD_RUN", (str(tmp_path / "no-tool"),))
     monkeypatch.setattr(limit, "OWN_CGROUPS", own := tmp_path / "own")
     monkeypatch.setattr(limit, "CGROUPS", tmp_path)
     if broken != "no cgroups":  # a group may be made, but has none of the kernel's files
@@ -162,7 +144,7 @@ def test_no_strategy_at_all_says_why_not_each(broken, tmp_path, monkeypatch):
     with pytest.raises(limit.NoLimit) as e:
         limit.run(["true"], 1 * MB)
     text = str(e.value)
-    assert "cgroup: " in text and "systemd-run: no bus" in text and "It takes Linux" in text
+    assert "cgroup: " in text and "systemd-run: " in text and "It takes Linux" in text
     assert ("this system has no cgroups" if broken == "no cgroups" else "no group may be") in text
 
 
@@ -236,7 +218,7 @@ def test_a_limit_lowered_from_inside_kills(called):
 
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-AMOUNT = {"tokens": 4, "warmup": 2, "runs": 1, "prompts": ["def main():"], "progress": False}
+AMOUNT = {"tokens": 4, "warmup": 2, "runs": 1, "prompts": ["def main():"]}
 
 
 def under(nbytes):
@@ -259,7 +241,6 @@ def test_bench_under_a_limit():
     (fused,) = made[made.variant == name].to_dict("records")
     assert fused["bytes_read"] > 0 and fused["limited_by"] != "none" and fused["slots"] == 16
     assert fused["rss_begin_nbytes"] < fused["rss_end_nbytes"]
-    assert f"{name}: process" in bench.report(made)
 
 
 def test_what_was_killed_is_not_run_again(monkeypatch):
@@ -289,7 +270,6 @@ def test_a_traces_text_is_read_in_place_of_greedy_tokens(monkeypatch):
     made = bench.measure(TINY_MOE, under(2e9), tokens=3, runs=1, warmup=2, feed=trace)
     ids = moelab.Trace.load(trace).tokens.tolist()
     assert fed == [(ids[:128], ids[128:133])] * 2
-    assert "3 tokens of code.npz a run after 2" in bench.report(made)
     assert made.attrs["settings"]["feed"] == "code.npz"
     with pytest.raises(ValueError, match="513 tokens behind it .* got 128 and 512"):
         bench.measure(TINY_MOE, under(2e9), tokens=500, runs=1, warmup=13, feed=trace)
