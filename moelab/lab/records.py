@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
+from .. import DATA
 from ..checkpoint import read_json
 from ..shipped import shipped
 from .machine import card
@@ -34,47 +35,9 @@ from .machine import card
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# What the sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
-PUBLISHED = {
-    "PR 26": {
-        "source": "SwiftLM PR 26, Qwen3.5-122B-A10B 4-bit, M1 Ultra 64 GB",
-        "serial, top-8": 0.58,
-        "buffers, top-8": 4.95,
-        "buffers, top-6": 5.20,
-        "buffers, top-4": 5.91,
-        "buffers, top-2": 6.52,
-        "resident memory (GB)": 10.6,
-        "SSD rate of the original (GB/s)": 0.3,
-        "SSD rate possible (GB/s)": 5.0,
-        "ms of GPU in a token": 190.0,
-    },
-    "PR 90": {
-        "source": "SwiftLM PR 90, Qwen3.5-122B-A10B 4-bit, top-6, 16 slots, M1 Ultra 64 GB",
-        "buffers": 5.12,
-        "stacked": 5.92,
-        "fused": 5.64,
-        "stacked, by its own percentage": 5.12 * 1.046,
-        "one dispatch (us)": 30.0,
-    },
-    "issue 124": {
-        "source": "mlx-swift-lm issue 124, M4 Max 96 GB",
-        "dense, Python": 70.2,
-        "dense, Swift": 52.8,
-        "moe, Python": 85.1,
-        "moe, Swift": 11.7,
-        "dense layers": 36,
-        "moe layers": 40,
-    },
-    "Anemll": {
-        "source": "anemll-flash-mlx, Qwen3.5-35B-A3B 4-bit, top-4, M5 Max 128 GB",
-        "resident": 94.5,
-        "16 slots": 17.1,
-        "64 slots": 42.8,
-        "128 slots": 47.1,
-    },
-}
-
-
+# What sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
+SOURCES = DATA / "sources.json"
+PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moelab has no data
 COMPUTED = {  # columns that ``table`` computes where rows have the others
     "token_s": "decode_s / decode_tokens",
     "tok_s": "decode_tokens / decode_s",

@@ -1,20 +1,24 @@
 """Recipes whose records notebooks read: peers, GGUF, compiled layers, published speeds."""
 
 import json
+from functools import partial
 
 import compiled
+import exactness
 import gguf
 import mlx.core as mx
 import numpy as np
 import peers
 import published
 import pytest
+import rank_exchange
 import reads
 import to_gguf
 
-from moelab import DATA
+from moelab import DATA, StreamConfig
 from moelab.lab import limit, records
 from moelab.lab.experiments import bench
+from moelab.streaming.layers import Stacked
 
 TINY, CODE = DATA / "models" / "tiny-moe", DATA / "traces" / "code.npz"
 IDS = list(range(40, 60))
@@ -156,3 +160,45 @@ def test_whole_experts_are_read(model_path, monkeypatch):
     monkeypatch.setattr(reads.shutil, "which", lambda _: None)  # fio
     made = reads.bench_reads(model_path, (1, 2), 1 << 18, 2)
     assert len(made) == 3 * 2 * 2 and (made.bytes_per_s > 0).all()
+
+
+# Exactness, ranks
+
+
+def test_exactness_on_this_machine(monkeypatch):
+    """Every pass equals the resident model's, and every text; the loops that record it on a GPU."""
+    few = {"drafts": (0, 2), "n": 1, "tokens": 6}
+    monkeypatch.setattr(exactness, "texts", partial(exactness.texts, **few))
+    few = {"passes": 3, "tokens": 6, "sizes": (2, 12)}
+    monkeypatch.setattr(exactness, "soak", partial(exactness.soak, **few))
+    made = exactness.passes(TINY, "fused", StreamConfig(slots=8))
+    assert (made.equal == made.n).all()
+    assert set(made.what) == {"greedy texts", "random passes", "long texts"}
+    assert made[made.what == "random passes"].n.sum() == 3
+    texts = made[made.what == "greedy texts"]
+    assert (texts[["repeated", "equal_undrafted", "resident_undrafted"]] == 1).all(axis=None)
+
+    compute = Stacked.forward
+    monkeypatch.setattr(Stacked, "forward", lambda *args: compute(*args) * 1.01)
+    made = exactness.passes(TINY, "fused", StreamConfig(slots=8))
+    assert made[made.what == "random passes"].equal.sum() == 0
+
+
+def test_exchange():
+    made = rank_exchange.exchange({2: 2})
+    counts = made.groupby(["what", "rows"]).seconds.count()
+    assert dict(counts) == {
+        (what, rows): 2 for what in ("sum", "gather") for rows in rank_exchange.ROWS
+    }
+    assert (made.seconds > 0).all()
+
+
+def test_ways_to_join():
+    """Rows that are gathered or summed have one bit pattern; scores first differs by rounding."""
+    made = rank_exchange.joins(TINY, {1: 1, 2: 1}).set_index("variant")
+    assert made.tokens.map(str).nunique() == 1
+    alone, gathered, summed, first = made.digest[
+        ["rows gathered, 1 rank", *(f"{how}, 2 ranks" for how in rank_exchange.JOINS)]
+    ]
+    assert alone == gathered == summed != first
+    assert 0 < made.off["scores first, 2 ranks"] < 1e-4 and made.off["rows summed, 2 ranks"] == 0
