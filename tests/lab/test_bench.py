@@ -72,7 +72,7 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
 def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, temp):
     configs = {"fused": StreamConfig(slots=8)}
     variants = bench.crossed(configs, draft="oracle", lengths=(0, 3, "auto"))
-    amount = {"tokens": 12, "runs": 2, "warmup": 3, "temp": temp, "progress": False}
+    amount = {"tokens": 12, "runs": 2, "warmup": 3, "temp": temp}
     made = bench.measure(model_path, variants, **amount)
     assert list(variants) == ["fused", "fused, 0 drafts", "fused, 3 drafts", "fused, policy"]
     assert set(records.same_tokens(made, "fused").values()) == {(2, 2)}
@@ -160,28 +160,6 @@ def test_a_mode_with_other_tokens_is_called_out(model_path):
 # the commands
 
 
-def test_generate(model_path, capsys):
-    assert (
-        main(
-            [
-                "generate",
-                str(model_path),
-                "--prompt",
-                "def f",
-                "--mode",
-                "stacked",
-                "--slots",
-                "8",
-                "--max-tokens",
-                "5",
-            ]
-        )
-        == 0
-    )
-    out = capsys.readouterr().out
-    assert out.startswith("def f") and "tok/s, 5 tokens" in out and "hit rate" in out
-
-
 def test_generate_writes_the_same_text_in_every_mode(model_path, capsys):
     argv, texts = ["generate", str(model_path), "-p", "def f(x):", "-m", "12"], []
     for mode in ("resident", "serial", "buffers", "stacked", "fused"):
@@ -193,20 +171,8 @@ def test_generate_writes_the_same_text_in_every_mode(model_path, capsys):
 
 def test_bench_command_saves_samples_and_machine(model_path, tmp_path, capsys):
     path = tmp_path / "r.json"
-    args = [
-        "bench",
-        str(model_path),
-        "--modes",
-        "resident,fused",
-        "--slots",
-        "8",
-        "--tokens",
-        "3",
-        "--warmup",
-        "1",
-        "--runs",
-        "2",
-    ]
+    words = "--modes resident,fused --slots 8 --tokens 3 --warmup 1 --runs 2"
+    args = ["bench", str(model_path), *words.split()]
     assert main([*args, "--json", str(path)]) == 0
     r = records.read(str(path), disturbed=True)
     assert list(records.group(r, "tok_s").n) == [2, 2] and "partial" not in r.attrs

@@ -257,20 +257,8 @@ def test_what_was_killed_is_not_run_again(monkeypatch):
     assert list(again.killed) == list(made.killed) and again.attrs == made.attrs
 
 
-def test_a_traces_text_is_read_in_place_of_greedy_tokens(monkeypatch):
-    trace, fed = moelab.DATA / "traces" / "code.npz", []
-
-    def noted(model, ids, tokens, warmup, feed, **kwargs):
-        fed.append((list(ids), feed))
-        return decode(model, ids, tokens, warmup, feed=feed, **kwargs)
-
-    decode = bench.decode
-    monkeypatch.setattr(limit, "call", call_here)
-    monkeypatch.setattr(bench, "decode", noted)
-    made = bench.measure(TINY_MOE, under(2e9), tokens=3, runs=1, warmup=2, feed=trace)
-    ids = moelab.Trace.load(trace).tokens.tolist()
-    assert fed == [(ids[:128], ids[128:133])] * 2
-    assert made.attrs["settings"]["feed"] == "code.npz"
+def test_a_trace_that_is_too_short_is_refused():
+    trace = moelab.DATA / "traces" / "code.npz"
     with pytest.raises(ValueError, match="513 tokens behind it .* got 128 and 512"):
         bench.measure(TINY_MOE, under(2e9), tokens=500, runs=1, warmup=13, feed=trace)
 
