@@ -18,7 +18,6 @@ SCRIPTS = {  # name: its module, what it does
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
     "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
     "index": ("plots.index", "write the index of a folder of pages again"),
-    "locality": ("experiments.prefetch", "how many needed experts the slots hold, by replay"),
     "memory": ("experiments.memory", "memory of long texts"),
     "own": ("experiments.your_machine", "our own speeds, beside those that costs predict"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),

@@ -1,21 +1,16 @@
-"""Notebook 12: published models on this machine and on others, by ``plan``'s forecasts.
+"""Our own speeds and prompts beside what a plan says of them, for notebook 12.
 
 python -m moelab.lab own OUT.json
 """
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
-from ...configs import CONFIGS
 from ...replay.machine import Machine
 from .. import records
-from ..models import named_sizes
 from ..records import pandas
 from . import page_cache
-from .plan import FORMULA_SPREAD, forecast
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -30,53 +25,6 @@ OWN = (
     ("H100, 4 layers", "cuda_costs_35b", "cuda_host_routed_35b", 4),
 )
 FULL_VOCABULARY = 248_320
-
-
-def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
-    """A table of forecasts for models that fit, fastest first; ``too_large`` names the others."""
-    rows, too_large = [], []
-    for name in tqdm(names, desc="models", leave=False):
-        try:
-            found = forecast(name, machine)
-        except ValueError:
-            too_large.append(name)
-            continue
-        speed, sizes = 1 / found.advice.token_s, found.sizes
-        first_s, first_most_s = found.prompt_s(1000)
-        rows.append(
-            {
-                **{"model": name, "gb": sizes.checkpoint_nbytes / 1e9},
-                **{"slots": found.advice.config.slots, "experts": sizes.E, "tok_s": speed},
-                **{"low_tok_s": speed / FORMULA_SPREAD, "high_tok_s": speed * FORMULA_SPREAD},
-                "in_memory_tok_s": in_memory(name, machine),
-                **{"first_s": first_s, "first_most_s": first_most_s},
-                "binds": found.binds,
-                **{part: s * 1e3 for part, s in found.parts_s.items()},
-            }
-        )
-    out = pandas().DataFrame(rows)
-    out = out.sort_values("tok_s", ascending=False) if rows else out
-    out.attrs = {"too_large": too_large}
-    return out
-
-
-def in_memory(name: str, machine: Machine) -> float:
-    """Tokens a second if memory held every expert, as a ceiling."""
-    sizes = named_sizes(name)
-    costs = machine.costs(sizes).without_reads()
-    return 1 / (costs.fixed_s + sizes.L * sizes.K * costs.expert_s)
-
-
-def by_slots(name: str, machine: Machine, count: int = 12) -> "DataFrame":
-    """A table of a model's speed by slots, also by more than fit."""
-    sizes, rows = named_sizes(name), []
-    for slots in np.unique(np.linspace(sizes.K, sizes.E, count).astype(int)).tolist():
-        held = sizes.other_nbytes + slots * sizes.slot_nbytes
-        if held > machine.ram_nbytes:
-            break
-        speed = 1 / forecast(name, machine, slots=slots).advice.token_s
-        rows.append({"slots": slots, "held_gb": round(held / 1e9, 1), "tok_s": speed})
-    return pandas().DataFrame(rows)
 
 
 def own() -> "DataFrame":
