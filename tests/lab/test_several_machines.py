@@ -1,4 +1,4 @@
-"""Notebook 11: ranks of tiny-moe write one text; a simulated SSD delays and changes nothing else."""
+"""Notebook 11: ranks of tiny-moe write one text; a simulated SSD delays and changes no token."""
 
 import pytest
 
