@@ -16,9 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from moelab import StreamConfig, load
 from moelab.lab import records
 from moelab.lab.arguments import parse_modes
-from moelab.lab.experiments.bench import resident_like
 from moelab.lab.models import folder
 from moelab.lab.texts import heldout_code
+from moelab.lab.variants import resident_like
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 

@@ -48,10 +48,10 @@ from moelab import DATA, StreamConfig, load
 from moelab.lab import limit, oscache, records
 from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import read_all_but_last, same_tokens
-from moelab.lab.experiments.bench import texts_of
 from moelab.lab.machine import card
 from moelab.lab.models import folder
 from moelab.lab.texts import heldout_ids, spaced_prompts
+from moelab.lab.variants import texts_of
 
 WORK = DATA.parent / "build" / "peers"
 LLAMA_CPP, MLX_VLM, MLX_LM, MOELAB = "llama.cpp", "mlx-vlm", "mlx-lm", "moelab"

@@ -16,7 +16,7 @@ import reads
 import to_gguf
 
 from moelab import DATA, StreamConfig
-from moelab.lab import limit, records
+from moelab.lab import limit, records, variants
 from moelab.lab.experiments import bench
 from moelab.streaming.layers import Stacked
 
@@ -61,7 +61,7 @@ def test_all_read_one_text_and_say_one_continuation():
 
 
 def test_a_peers_run_has_the_tokens_and_the_clock_of_ours():
-    ids, fed = bench.texts_of(CODE, 5, TINY)
+    ids, fed = variants.texts_of(CODE, 5, TINY)
     row = peers.sample_here(peers.MLX_LM, str(TINY), ids, fed, 2, 3, [], {})
     ours = bench.measure(TINY, "resident", None, 3, 1, 2, feed=CODE)
     assert row["tokens"] == ours.tokens[0] and row["prompt_tokens"] == len(ids)

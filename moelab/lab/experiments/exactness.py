@@ -19,7 +19,7 @@ from .. import records
 from ..arguments import parse_modes
 from ..models import folder
 from ..texts import PROMPTS
-from .bench import resident_like
+from ..variants import resident_like
 
 if TYPE_CHECKING:
     from pandas import DataFrame
