@@ -7,7 +7,7 @@
 
 A record of the list has its ``part`` (which takes half an hour at most), its ``command`` and
 ``what`` it holds; on the page it shows the columns in ``shows``, grouped ``by`` columns. Cells of
-a ``notebook`` measure the others: ``records.save(PATH, here)`` keeps one. The checkpoints that
+a ``notebook`` measure others: ``records.save(PATH, here)`` keeps one. The checkpoints that
 commands name are made once, under ``build/records``.
 """
 
@@ -74,7 +74,9 @@ def _python(command):
 def _how(entry):
     """By which command, or in which notebook, a record is measured."""
     if "notebook" in entry:
-        return f"in a cell of notebook {entry['notebook']}"
+        return f"in a cell of notebook {entry['notebook']}, see records.save"
+    if "command" not in entry:
+        return "by an earlier version, which tried ways that the engine does not have"
     return f"by `python {' '.join(_python(entry['command']))}`"
 
 
@@ -104,8 +106,8 @@ def main(*names: str) -> int:
             print(f"{part}: {', '.join(mine)}")
         return 0
     asked = {n: e for n, e in entries.items() if {n, e["part"]}.intersection(names)}
-    for name in [name for name, entry in asked.items() if "notebook" in entry]:
-        print(f"{name}: measured in notebook {asked.pop(name)['notebook']}, see records.save")
+    for name in [name for name, entry in asked.items() if "command" not in entry]:
+        print(f"{name}: measured {_how(asked.pop(name))}")
     own = "cuda" if card()["backend"] == "CUDA" else "cpu"
     if others := [name for name in asked if not name.startswith(f"{own}_")]:
         raise ValueError(
@@ -189,7 +191,7 @@ def page() -> str:
             "",
             f"{entry['what']} {_provenance(samples)} Quoted in: {', '.join(quoted) or 'nothing'}.",
             "",
-            f"Measured again {_how(entry)}",
+            f"Measured {_how(entry)}",
             "",
             *_table(samples, entry),
             "",

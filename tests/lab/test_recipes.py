@@ -11,7 +11,6 @@ import numpy as np
 import peers
 import published
 import pytest
-import rank_exchange
 import reads
 import to_gguf
 
@@ -162,7 +161,7 @@ def test_whole_experts_are_read(model_path, monkeypatch):
     assert len(made) == 3 * 2 * 2 and (made.bytes_per_s > 0).all()
 
 
-# Exactness, ranks
+# Exactness
 
 
 def test_exactness_on_this_machine(monkeypatch):
@@ -182,23 +181,3 @@ def test_exactness_on_this_machine(monkeypatch):
     monkeypatch.setattr(Stacked, "forward", lambda *args: compute(*args) * 1.01)
     made = exactness.passes(TINY, "fused", StreamConfig(slots=8))
     assert made[made.what == "random passes"].equal.sum() == 0
-
-
-def test_exchange():
-    made = rank_exchange.exchange({2: 2})
-    counts = made.groupby(["what", "rows"]).seconds.count()
-    assert dict(counts) == {
-        (what, rows): 2 for what in ("sum", "gather") for rows in rank_exchange.ROWS
-    }
-    assert (made.seconds > 0).all()
-
-
-def test_ways_to_join():
-    """Rows that are gathered or summed have one bit pattern; scores first differs by rounding."""
-    made = rank_exchange.joins(TINY, {1: 1, 2: 1}).set_index("variant")
-    assert made.tokens.map(str).nunique() == 1
-    alone, gathered, summed, first = made.digest[
-        ["rows gathered, 1 rank", *(f"{how}, 2 ranks" for how in rank_exchange.JOINS)]
-    ]
-    assert alone == gathered == summed != first
-    assert 0 < made.off["scores first, 2 ranks"] < 1e-4 and made.off["rows summed, 2 ranks"] == 0

@@ -140,7 +140,7 @@ def test_every_record_is_listed_and_every_command_is_one():
     assert {p.stem for p in (ROOT / "data" / "results").glob("*.json")} <= entries.keys()
     for name, entry in entries.items():
         assert entry["what"].endswith(".") and entry["part"], name
-        if "notebook" in entry:
+        if "command" not in entry:
             continue
         names = set(Formatter().parse(entry["command"]))
         fields = {field for _, field, _, _ in names if field}

@@ -56,16 +56,6 @@ def size(n: int) -> str:
     return f"{n} rank" + "s" * (n > 1)
 
 
-def digest_of(logits: np.ndarray) -> str:
-    """A short digest of the bits of logits."""
-    return hashlib.sha256(logits.tobytes()).hexdigest()[:16]
-
-
-def logits_of(model: nn.Module, ids: list[int]) -> np.ndarray:
-    """The logits ``[T, V]`` of a prompt, on the host."""
-    return np.array(model(mx.array([ids]), cache=make_prompt_cache(model))[0].astype(mx.float32))
-
-
 def slow(model: nn.Module, rate: float) -> None:
     """Make layers wait as if reads came one after the other, at ``rate`` bytes a second."""
     reader, free = session_of(model).reader, [0.0]
@@ -89,12 +79,6 @@ def _own(layer):
     return np.flatnonzero(owned).tolist()
 
 
-def hold_all(model: nn.Module) -> None:
-    """Read every expert of this rank into its slot; there must be enough of them."""
-    for layer in session_of(model).layers:
-        layer.read(_own(layer))
-
-
 def decode_here(
     group: Group | None,
     path: str,
@@ -111,7 +95,8 @@ def decode_here(
     model, _ = load_model(path, config, group=group)
     with model:
         if slots is None:
-            hold_all(model)
+            for layer in session_of(model).layers:
+                layer.read(_own(layer))
         if rate:
             slow(model, rate)
         n = prompt_tokens + warmup + tokens
@@ -120,7 +105,9 @@ def decode_here(
         else:
             ids = Trace.load(text).tokens[:n]
         prompt, feed = ids[:prompt_tokens].tolist(), ids[prompt_tokens:].tolist() if text else None
-        digest, disk = digest_of(logits_of(model, prompt)), []  # bytes from the SSD: before, after
+        logits = model(mx.array([prompt]), cache=make_prompt_cache(model)).astype(mx.float32)
+        digest = hashlib.sha256(np.array(logits).tobytes()).hexdigest()[:16]
+        disk = []  # bytes from the SSD, before and after
 
         def mark():
             disk.append(oscache.disk_read_nbytes() or 0)
