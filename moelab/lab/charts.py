@@ -41,17 +41,16 @@ def bars(
     finding: str,
     note: str = "",
     log: bool = False,
-    ceilings: Mapping[str, float] | Mapping[Any, Mapping[str, float]] = {},
+    ceilings: Mapping[str, float] = {},
     digits: int = 3,
 ) -> go.Figure:
     """Draw a horizontal bar for each group of samples: its median, with quartiles as whiskers.
 
     ``x`` is a column or an expression of columns. ``y`` and ``panel`` are columns with a bar and a
-    panel for each value; panels have scales of their own unless ``log``. ``ceilings`` are lines:
-    ``{label: value}``, or that by panel.
+    panel for each value; panels have scales of their own unless ``log``. ``ceilings`` are lines.
     """
     grouped = _grouped(samples, x, y, panel)
-    names, per_panel = _names(grouped), any(isinstance(v, Mapping) for v in ceilings.values())
+    names = _names(grouped)
     fig = _figure(samples, grouped, title, "", "", note, showlegend=False)
     places = _panels(fig, list(grouped), names, axis, headroom=bool(ceilings))
     words = []
@@ -67,11 +66,10 @@ def bars(
             **place,
         )
         _numbers(fig, high, labels, numbers, place)  # numbers stand right of the whisker, not on it
-        here = ceilings.get(label, {}) if per_panel else ceilings
-        top = max([high.max(), *here.values()])
+        top = max([high.max(), *ceilings.values()])
         if not log:
             fig.update_xaxes(range=[0, top * 1.3], **place)
-        for text, value in here.items():
+        for text, value in ceilings.items():
             side = "left" if value > 0.6 * top else "right"
             style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
         words.append(_told(label, (f"{n} {m}" for n, m in zip(variants, numbers))))
