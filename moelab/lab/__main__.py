@@ -16,7 +16,7 @@ SCRIPTS = {  # name: its module, what it does
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "community": ("experiments.share", "the page of the speeds that people sent"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
-    "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
+    "exactness": ("experiments.exactness", "logits of every mode beside the resident model's"),
     "index": ("plots.index", "write the index of a folder of pages again"),
     "memory": ("experiments.memory", "memory of long texts"),
     "own": ("experiments.your_machine", "our own speeds, beside those that costs predict"),
