@@ -31,7 +31,7 @@ numbers: $(READY)
 
 # What people use instead, from PyPI into build/peers: llama.cpp is compiled, in five minutes.
 peers: $(READY)
-	$(BIN)/python -m moelab.lab peers install
+	$(BIN)/python data/recipes/peers.py install
 
 # Two parts at a time, the longest first: MLX uses one core for each on a CPU.
 PARTS := test-lab test-notebooks test-streaming test-speculation test-files

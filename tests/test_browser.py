@@ -5,7 +5,7 @@ Chromium (or Chrome) and its driver, ``make browser``; skipped without. Screensh
 are ``build/browser_NN.png``, and ``build/browser_NN_failed.png`` where a wait ended in vain.
 """
 
-import ast
+import dis
 import json
 import os
 import shutil
@@ -44,6 +44,7 @@ const drawn = plot?.querySelector('.cartesianlayer .trace');
 const words = [...document.querySelectorAll('.widget-vbox .widget-html')].map(w => w.textContent);
 return title && drawn && JSON.stringify([plot.data, title, words.slice(-1)]);
 """
+READS = ("LOAD_NAME", "LOAD_GLOBAL")
 # Labels of bars that the live figure should show and does not.
 MISSING = """
 const plot = document.querySelector('.widget-vbox .js-plotly-plot');
@@ -53,20 +54,23 @@ return labels.filter(label => !shown.includes(label.replaceAll('<br>', '')));
 """
 
 
+def names(cell, *how):
+    """The global names that a cell reads or binds, by the names of Python's instructions."""
+    codes = [compile(cell.source, "cell", "exec")]
+    for code in codes:
+        codes += [const for const in code.co_consts if hasattr(const, "co_code")]
+    return {i.argval for code in codes for i in dis.get_instructions(code) if i.opname in how}
+
+
 def of_the_sliders(notebook):
     """The notebook with only the cells that its sliders' cell needs, and that cell."""
-    code = [c.source for c in notebook.cells if c.cell_type == "code"]
-    last = next(i for i, source in enumerate(code) if "explore(" in source)
-    kept, needed = [], set()
-    for i in range(last, -1, -1):
-        nodes = list(ast.walk(ast.parse(code[i])))
-        named = [(n.id, type(n.ctx)) for n in nodes if isinstance(n, ast.Name)]
-        bound = {name for name, context in named if context is ast.Store}
-        bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-        bound |= {(n.asname or n.name).split(".")[0] for n in nodes if isinstance(n, ast.alias)}
-        if i == last or bound & needed:
-            kept.insert(0, nbformat.v4.new_code_cell(code[i]))
-            needed |= {name for name, context in named if context is ast.Load}
+    code = [c for c in notebook.cells if c.cell_type == "code"]
+    last = next(i for i, c in enumerate(code) if "explore(" in c.source)
+    kept, needed = [code[last]], names(code[last], *READS)
+    for cell in reversed(code[:last]):
+        if names(cell, "STORE_NAME") & needed:
+            kept.insert(0, cell)
+            needed |= names(cell, *READS)
     return nbformat.v4.new_notebook(cells=kept, metadata=notebook.metadata)
 
 

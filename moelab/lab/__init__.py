@@ -1,6 +1,6 @@
 """Measure the engine from outside and show what was measured. The engine does not import it.
 
-    lab/experiments/   what is measured: functions that return a table, and the commands
+    lab/experiments/   what commands and several notebooks measure; the rest stands in the cells
     lab/records.py     the one loop, the one form of a record, what follows from it
     lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/cite.py: numbers in prose
     lab/recording.py   all records again; lab/plots/: the look, sliders, pages

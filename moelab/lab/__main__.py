@@ -12,29 +12,19 @@ import sys
 from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
-    "against": ("experiments.against", "moelab beside what people use instead, by memory limit"),
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "cite": ("cite", "fill in the numbers that documents cite from records"),
     "community": ("experiments.share", "the page of the speeds that people sent"),
-    "compiled": ("experiments.compiled", "what mx.compile gains of a resident model's token"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
-    "dispatch": ("experiments.dispatch", "operations sent and waited for, for notebook 01"),
-    "exactness": ("experiments.exactness", "streamed passes and texts beside the resident model's"),
-    "gguf": ("gguf", "write a checkpoint as GGUF, for llama.cpp"),
+    "exactness": ("experiments.exactness", "logits of every mode beside the resident model's"),
     "index": ("plots.index", "write the index of a folder of pages again"),
-    "kernels": ("experiments.kernels", "the fast kernels beside MLX's: products, texts"),
-    "ladder": ("experiments.ladder", "prompts in turn, or experts in a call, for notebook 02"),
-    "locality": ("experiments.prefetch", "how many needed experts the slots hold, by replay"),
     "memory": ("experiments.memory", "memory of long texts"),
     "own": ("experiments.your_machine", "our own speeds, beside those that costs predict"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "passes": ("experiments.verify", "what a pass over several positions costs"),
-    "peers": ("peers", "what people use instead: fetch and build it, compare its texts"),
     "placements": ("experiments.several_machines", "where experts lie on machines, replayed"),
-    "published": ("experiments.published", "speeds that others publish, beside the planner's"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "records": ("recording", "measure records of data/records.toml again, by part or name"),
-    "servers": ("experiments.servers", "a server at work for long, or with little memory"),
     "timeline": ("experiments.timeline", "what runs when in a token"),
 }
 

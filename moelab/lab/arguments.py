@@ -5,43 +5,11 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..commands.argument_types import not_empty, or_word, prompt_text
+from ..commands.argument_types import or_word
 from ..commands.stream_options import check_stream_options, option_type, stream_config
 from ..streaming.config import OPTIONS, StreamConfig
 
 MEASURED_SLOTS = 16  # slots="auto" would depend on the machine
-
-
-def add_json(parser: argparse.ArgumentParser, required: bool = False) -> None:
-    """Add ``--json``; ``__main__`` checks that the file can be written before the command runs."""
-    parser.add_argument(
-        "--json",
-        type=not_empty,
-        metavar="FILE",
-        required=required,
-        help="keep raw samples, machine and settings there",
-    )
-
-
-def add_prompts(parser: argparse.ArgumentParser, default: str = "the built-in ones") -> None:
-    """Add ``--prompt``, which may be given several times: ``args.prompt`` is a list, or None."""
-    parser.add_argument(
-        "--prompt",
-        type=prompt_text,
-        action="append",
-        metavar="TEXT",
-        help=f"again for more; - reads standard input (default: {default})",
-    )
-
-
-def add_modes(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add ``--modes``, a text for ``parse_modes``."""
-    parser.add_argument(
-        "--modes",
-        default=default,
-        help="divided by commas; fields of StreamConfig may follow a slash, as in "
-        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)",
-    )
 
 
 def or_none(item: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -62,15 +30,14 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
     return items
 
 
-def modes_given(args: argparse.Namespace) -> tuple[StreamConfig, dict[str, StreamConfig]]:
-    """The options' configuration without a mode, and the one of each mode by its text.
+def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
+    """The options' configuration of each mode, by its text.
 
     An option that has no effect in any of the modes ends the command.
     """
-    base = stream_config(args)
-    configs = parse_modes(args.modes, base)
+    configs = parse_modes(args.modes, stream_config(args))
     check_stream_options(args, configs)
-    return base, configs
+    return configs
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:

@@ -6,10 +6,9 @@ finding are the caller's words. The note under the title (model, n, page cache),
 the figure in words follow from the table.
 """
 
-import html
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -42,17 +41,16 @@ def bars(
     finding: str,
     note: str = "",
     log: bool = False,
-    ceilings: Mapping[str, float] | Mapping[Any, Mapping[str, float]] = {},
+    ceilings: Mapping[str, float] = {},
     digits: int = 3,
 ) -> go.Figure:
     """Draw a horizontal bar for each group of samples: its median, with quartiles as whiskers.
 
     ``x`` is a column or an expression of columns. ``y`` and ``panel`` are columns with a bar and a
-    panel for each value; panels have scales of their own unless ``log``. ``ceilings`` are lines:
-    ``{label: value}``, or that by panel.
+    panel for each value; panels have scales of their own unless ``log``. ``ceilings`` are lines.
     """
     grouped = _grouped(samples, x, y, panel)
-    names, per_panel = _names(grouped), any(isinstance(v, Mapping) for v in ceilings.values())
+    names = _names(grouped)
     fig = _figure(samples, grouped, title, "", "", note, showlegend=False)
     places = _panels(fig, list(grouped), names, axis, headroom=bool(ceilings))
     words = []
@@ -68,11 +66,10 @@ def bars(
             **place,
         )
         _numbers(fig, high, labels, numbers, place)  # numbers stand right of the whisker, not on it
-        here = ceilings.get(label, {}) if per_panel else ceilings
-        top = max([high.max(), *here.values()])
+        top = max([high.max(), *ceilings.values()])
         if not log:
             fig.update_xaxes(range=[0, top * 1.3], **place)
-        for text, value in here.items():
+        for text, value in ceilings.items():
             side = "left" if value > 0.6 * top else "right"
             style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
         words.append(_told(label, (f"{n} {m}" for n, m in zip(variants, numbers))))
@@ -103,16 +100,7 @@ def parts(
         labels = [_label(n) for n in first[label]]
         means = {p: [np.mean(s) for s in of[label].values()] for p, of in grouped.items()}
         for k, (part, values) in enumerate(means.items()):
-            fig.add_bar(
-                x=values,
-                y=labels,
-                orientation="h",
-                name=part,
-                legendgroup=part,
-                showlegend=i == 0,
-                marker=style.fill(k),
-                **place,
-            )
+            fig.add_bar(x=values, y=labels, **_part(part, k, i, place))
         totals = np.sum(list(means.values()), axis=0)
         _numbers(fig, totals, labels, [_number(t) for t in totals], place)
         fig.update_xaxes(range=[0, totals.max() * 1.25], **place)
@@ -169,12 +157,9 @@ def timeline(
     axis: str,
     finding: str,
     note: str = "",
-    scale: float = 1e3,
 ) -> go.Figure:
-    """Draw each span (a row: ``lane``, ``what``, ``begin_s``, ``end_s``) as a bar on its lane.
-
-    ``scale`` multiplies the seconds.
-    """
+    """Draw each span (a row: ``lane``, ``what``, ``begin_s``, ``end_s``) as a bar in ms."""
+    scale = 1e3
     panels = {None: spans} if panel is None else dict(list(spans.groupby(panel, sort=False)))
     kinds = list(dict.fromkeys(spans.what))
     lanes = list(dict.fromkeys(spans.lane))
@@ -185,17 +170,9 @@ def timeline(
     ):
         for k, what in enumerate(kinds):
             mine = rows[rows.what == what]
-            fig.add_bar(
-                x=(mine.end_s - mine.begin_s) * scale,
-                base=mine.begin_s * scale,
-                y=[_label(n) for n in mine.lane],
-                orientation="h",
-                name=what,
-                legendgroup=what,
-                showlegend=i == 0,
-                marker=style.fill(k),
-                **place,
-            )
+            lengths = (mine.end_s - mine.begin_s) * scale
+            labels, base = [_label(n) for n in mine.lane], mine.begin_s * scale
+            fig.add_bar(x=lengths, base=base, y=labels, **_part(what, k, i, place))
         took = (rows.end_s - rows.begin_s).groupby(rows.what, sort=False).sum() * scale
         words.append(_told(label, (f"{what} {ms:.3g}" for what, ms in took.items())))
     return style.describe(fig, f"Timeline, {axis}. " + " ".join(words), finding)
@@ -210,24 +187,16 @@ def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
 def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:
     """Write a table as escaped HTML, with the arguments of ``table``."""
 
-    def text(column, cell):
+    def written(column):
         given = form.get(column, "{:.3g}") if isinstance(form, Mapping) else form
-        return given.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
+        is_float = (float, np.floating)
+        return lambda cell: given.format(cell) if isinstance(cell, is_float) else str(cell)
 
-    def row(kind, cells):
-        made = (f"<{kind} style='text-align:left'>{html.escape(cell)}</{kind}>" for cell in cells)
-        return f"<tr>{''.join(made)}</tr>"
-
-    head = [" ".join(str(n) for n in frame.index.names if n), *map(str, frame.columns)]
-    rows = [
-        row(
-            "td",
-            [", ".join(map(str, i)) if isinstance(i, tuple) else str(i)]
-            + [text(c, cells[c]) for c in frame.columns],
-        )
-        for i, cells in frame.iterrows()
-    ]
-    return f"<table>{row('th', head)}{''.join(rows)}</table>"
+    names = [name or "" for name in frame.index.names]
+    frame = frame.rename_axis(names).reset_index()
+    forms = {column: written(column) for column in frame}
+    made = frame.to_html(index=False, border=0, justify="left", formatters=forms)
+    return made.replace("<td>", "<td style='text-align:left'>")
 
 
 # What follows from a table
@@ -289,6 +258,12 @@ def _told(label, words, between=", "):
 
 
 # Panels of horizontal bars
+
+
+def _part(name, k, panel, place):
+    """The k-th part of stacked bars; the first panel brings its entry of the legend."""
+    once = {"name": name, "legendgroup": name, "showlegend": panel == 0}
+    return {"orientation": "h", "marker": style.fill(k)} | once | place
 
 
 def _names(grouped):

@@ -35,7 +35,6 @@ class Decoded:
     decode_s: float  # seconds of the timed tokens together
     step_s: list[float]  # seconds of each timed token; with a draft, of each timed round
     counters: Counters | None  # of the timed tokens; None without ``moelab.load``
-    prompt_nbytes: int | None = None  # bytes read for the prompt
     decode_tokens: int = 0  # how many tokens were timed
     # Of each timed round with a draft: tokens drafted and accepted, seconds of draft and pass.
     rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
@@ -118,7 +117,6 @@ def decode(
         y = step(ids[0, -1:])
         first = y.item()
         prefill_s = time.perf_counter() - begin
-        prompt_nbytes = stats(model).prefill.bytes_read if ours else None
         y, warm, _ = run(y, warmup)
         if ours:
             stats(model, reset=True)
@@ -131,7 +129,6 @@ def decode(
         decode_s=float(step_s.sum()),
         step_s=step_s.round(7).tolist(),
         counters=stats(model).decode if ours else None,
-        prompt_nbytes=prompt_nbytes,
         decode_tokens=tokens,
     )
 
@@ -169,7 +166,7 @@ def decode_drafted(
         for token, _, _, r in steps:
             now = time.perf_counter()
             if not out:
-                prefill_s, prompt_nbytes = now - begin, stats(model).prefill.bytes_read
+                prefill_s = now - begin
             if not rounds or r is not rounds[-1]:
                 rounds.append(r)
                 of_round = 0
@@ -193,7 +190,6 @@ def decode_drafted(
         decode_s=sum(step_s),
         step_s=np.round(step_s, 7).tolist(),
         counters=Counters(**counters),
-        prompt_nbytes=prompt_nbytes,
         decode_tokens=most - timed[0],
         rounds=[(r.drafted, r.accepted, r.draft_s, r.verify_s) for r in rounds[timed[1] :]],
     )

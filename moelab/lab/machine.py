@@ -165,17 +165,11 @@ def _file_to_read(folder):
 
 def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]:
     """Yield for each thing needed whether all is well, what was found, and else the remedy."""
-    yield (
-        sys.version_info >= (3, 11),
-        f"Python {platform.python_version()}",
-        "install Python 3.11 or newer",
-    )
-
     c = card()
     where = (
         f"GPU, {c['gpu']}" if c["gpu"] else f"CPU backend (float32), {c['cpu']}, {c['cores']} cores"
     )
-    yield True, f"mlx {c['mlx']}, mlx-lm {c['mlx-lm']} on {where}", ""
+    yield True, f"Python {c['python']}, mlx {c['mlx']}, mlx-lm {c['mlx-lm']} on {where}", ""
 
     if c["device"] == "cpu":
         yield True, f"kernels of StreamConfig: {kernels.describe()}", ""
@@ -187,7 +181,7 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     yield (
         free >= MIN_MEMORY_NBYTES,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
-        f"{_size(MIN_MEMORY_NBYTES)} are needed: close other programs or raise the limit",
+        f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
     )
 
     folder = Path(model or DATA / "models" / "tiny-moe")
@@ -196,7 +190,7 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     yield (
         disk >= MIN_DISK_NBYTES,
         f"disk: {disk / 2**30:.1f} GiB free where {folder.name}/ lies",
-        f"{_size(MIN_DISK_NBYTES)} are needed for synthesized checkpoints: make room",
+        f"{MIN_DISK_NBYTES >> 30} GiB are needed for synthesized checkpoints: make room",
     )
 
     path = _file_to_read(folder)
@@ -263,10 +257,6 @@ def _slots_of(model):
         "of which it reads what is in no slot, from the page cache or the SSD",
         "",
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def check(model: str | Path | None = None) -> bool:

@@ -4,13 +4,11 @@ Bits per byte do not depend on the tokenizer: a model that needs b of them would
 to b/8 of its size.
 """
 
-import lzma
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from tqdm import tqdm
 
 
 @dataclass(frozen=True)
@@ -54,21 +52,8 @@ def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Wi
     return Windows(cut.ids[keep], cut.counts[keep], cut.nbytes[keep])
 
 
-@dataclass(frozen=True)
-class Score:
-    """The bits that a model needs for each window."""
-
-    bits: np.ndarray  # ``[N]``
-    nbytes: np.ndarray  # ``[N]`` bytes of each window's text
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Bits per byte of all windows together."""
-        return float(self.bits.sum() / self.nbytes.sum())
-
-
-def score(model, some: Windows, batch: int = 4, progress: tqdm | None = None) -> Score:
-    """The bits that a model needs for every window, ``batch`` windows in one call."""
+def score(model, some: Windows, batch: int = 4) -> np.ndarray:
+    """The bits ``[N]`` that a model needs for every window, ``batch`` windows in one call."""
     bits = []
     for i in range(0, len(some), batch):
         part = some[i : i + batch]
@@ -77,12 +62,4 @@ def score(model, some: Windows, batch: int = 4, progress: tqdm | None = None) ->
         nats = nn.losses.cross_entropy(logits, ids[:, 1:], reduction="none")
         kept = mx.arange(nats.shape[1]) < counts[:, None]
         bits += ((nats * kept).sum(1) / np.log(2)).tolist()
-        if progress is not None:
-            progress.update(int(part.counts.sum()))
-    return Score(np.array(bits), some.nbytes)
-
-
-def xz_bits_per_byte(texts) -> float:
-    """Bits per byte of ``xz -9e`` for the same text in one stream: a baseline without training."""
-    whole = "".join(texts).encode()
-    return 8 * len(lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME)) / len(whole)
+    return np.array(bits)

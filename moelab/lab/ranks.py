@@ -24,7 +24,6 @@ import mlx.core as mx
 from ..streaming.ranks import joined
 from . import limit
 
-BACKENDS = ("ring", "nccl")
 TIMEOUT_S = 300  # seconds that ranks may take
 
 

@@ -6,8 +6,9 @@
     python -m moelab.lab records page                writes data/results/README.md
 
 A record of the list has its ``part`` (which takes half an hour at most), its ``command`` and
-``what`` it holds; on the page it shows the columns in ``shows``, grouped ``by`` columns. The
-checkpoints that commands name are made once, under ``build/records``.
+``what`` it holds; on the page it shows the columns in ``shows``, grouped ``by`` columns. Cells of
+a ``notebook`` measure others: ``records.save(PATH, here)`` keeps one. The checkpoints that
+commands name are made once, under ``build/records``.
 """
 
 import os
@@ -58,13 +59,30 @@ class _Places(dict):
         path = WORK / name
         if not path.is_dir():
             words = command.format_map(self)  # first makes the checkpoints that this one is made of
-            _run(["moelab", *words.split(), str(path), "--quiet"])
+            _run(["-m", "moelab", *words.split(), str(path), "--quiet"])
         return str(path)
+
+
+def _python(command):
+    """The words behind ``python``: of a lab's script, of a recipe, or of a command."""
+    first, *rest = command.split()
+    if first == "recipe":
+        return [f"data/recipes/{rest[0]}.py", *rest[1:]]
+    return ["-m", "moelab.lab", *rest] if first == "lab" else ["-m", "moelab", first, *rest]
+
+
+def _how(entry):
+    """By which command, or in which notebook, a record is measured."""
+    if "notebook" in entry:
+        return f"in a cell of notebook {entry['notebook']}, see records.save"
+    if "command" not in entry:
+        return "by an earlier version, which tried ways that the engine does not have"
+    return f"by `python {' '.join(_python(entry['command']))}`"
 
 
 def _run(words):
     """Run one of our commands; a failure is an ``OSError``, unless it found other tokens."""
-    done = subprocess.run([sys.executable, "-m", *words], cwd=DATA.parent)
+    done = subprocess.run([sys.executable, *words], cwd=DATA.parent)
     if done.returncode not in (0, 3):
         raise OSError(f"{' '.join(words)}: exit status {done.returncode}")
 
@@ -88,6 +106,8 @@ def main(*names: str) -> int:
             print(f"{part}: {', '.join(mine)}")
         return 0
     asked = {n: e for n, e in entries.items() if {n, e["part"]}.intersection(names)}
+    for name in [name for name, entry in asked.items() if "command" not in entry]:
+        print(f"{name}: measured {_how(asked.pop(name))}")
     own = "cuda" if card()["backend"] == "CUDA" else "cpu"
     if others := [name for name in asked if not name.startswith(f"{own}_")]:
         raise ValueError(
@@ -98,9 +118,7 @@ def main(*names: str) -> int:
     for name, entry in asked.items():
         new, begin = WORK / f"{name}.json", time.monotonic()
         places["out"] = new
-        command = entry["command"].format_map(places)
-        program = "moelab.lab" if command.startswith("lab ") else "moelab"
-        _run([program, *command.removeprefix("lab ").split()])
+        _run(_python(entry["command"].format_map(places)))
         took = f"{(time.monotonic() - begin) / 60:.1f} min"
         try:
             records.read(str(new))
@@ -173,8 +191,7 @@ def page() -> str:
             "",
             f"{entry['what']} {_provenance(samples)} Quoted in: {', '.join(quoted) or 'nothing'}.",
             "",
-            f"Measured again by `python -m moelab{'.lab' * entry['command'].startswith('lab ')} "
-            f"{entry['command'].removeprefix('lab ')}`",
+            f"Measured {_how(entry)}",
             "",
             *_table(samples, entry),
             "",

@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 from tqdm import tqdm
 
+from .. import DATA
 from ..checkpoint import read_json
 from ..shipped import shipped
 from .machine import card
@@ -34,47 +35,9 @@ from .machine import card
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# What the sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
-PUBLISHED = {
-    "PR 26": {
-        "source": "SwiftLM PR 26, Qwen3.5-122B-A10B 4-bit, M1 Ultra 64 GB",
-        "serial, top-8": 0.58,
-        "buffers, top-8": 4.95,
-        "buffers, top-6": 5.20,
-        "buffers, top-4": 5.91,
-        "buffers, top-2": 6.52,
-        "resident memory (GB)": 10.6,
-        "SSD rate of the original (GB/s)": 0.3,
-        "SSD rate possible (GB/s)": 5.0,
-        "ms of GPU in a token": 190.0,
-    },
-    "PR 90": {
-        "source": "SwiftLM PR 90, Qwen3.5-122B-A10B 4-bit, top-6, 16 slots, M1 Ultra 64 GB",
-        "buffers": 5.12,
-        "stacked": 5.92,
-        "fused": 5.64,
-        "stacked, by its own percentage": 5.12 * 1.046,
-        "one dispatch (us)": 30.0,
-    },
-    "issue 124": {
-        "source": "mlx-swift-lm issue 124, M4 Max 96 GB",
-        "dense, Python": 70.2,
-        "dense, Swift": 52.8,
-        "moe, Python": 85.1,
-        "moe, Swift": 11.7,
-        "dense layers": 36,
-        "moe layers": 40,
-    },
-    "Anemll": {
-        "source": "anemll-flash-mlx, Qwen3.5-35B-A3B 4-bit, top-4, M5 Max 128 GB",
-        "resident": 94.5,
-        "16 slots": 17.1,
-        "64 slots": 42.8,
-        "128 slots": 47.1,
-    },
-}
-
-
+# What sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
+SOURCES = DATA / "sources.json"
+PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moelab has no data
 COMPUTED = {  # columns that ``table`` computes where rows have the others
     "token_s": "decode_s / decode_tokens",
     "tok_s": "decode_tokens / decode_s",
@@ -109,10 +72,9 @@ def table(record: dict[str, Any]) -> "DataFrame":
     return out
 
 
-def published(source: str, rows: list[dict[str, Any]]) -> "DataFrame":
-    """Figures of a source, or what follows from them, as a table; charts name the source alone."""
-    settings = {"model": PUBLISHED[source]["source"]}
-    return table({"record": source, "machine": "", "settings": settings, "rows": rows})
+def computed(rows: "list[dict[str, Any]] | DataFrame", source: str = "") -> "DataFrame":
+    """A table of what was computed or published; charts name its source and no machine."""
+    return table({"record": source, "machine": "", "settings": {"model": source}, "rows": rows})
 
 
 def as_json(samples: "DataFrame") -> dict[str, Any]:
@@ -248,7 +210,7 @@ def interleave(
     seed: int = 0,
     each_round: Callable[[int], dict[str, Any]] | None = None,
     keep: Callable[["DataFrame"], None] | None = None,
-    progress: bool = True,
+    progress: bool = False,
 ) -> "DataFrame":
     """Run every variant once a round, in a new random order every round.
 
@@ -294,7 +256,7 @@ def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, 
 class Running:
     """The header of a run in progress: what made it, where, and what else the machine did."""
 
-    def __init__(self, kind: str, settings: dict[str, Any], tabled: bool = True):
+    def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
         if tabled:
             pandas()  # fails before the work, which would be lost
         self.average = list(os.getloadavg())
@@ -304,7 +266,7 @@ class Running:
             "command": _command(),
             **_commit(),
             "machine": card(),
-            "settings": settings,
+            "settings": settings or {},
         }
 
     def table(self, rows: list[dict[str, Any]], **more: Any) -> "DataFrame":

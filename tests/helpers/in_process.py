@@ -6,11 +6,11 @@ from functools import partial
 
 import openai
 import pytest
+from serving import Served
 
 from moelab import DATA
 from moelab.__main__ import main
 from moelab.commands import serve
-from moelab.lab.serving import Served
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")

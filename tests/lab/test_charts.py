@@ -40,10 +40,6 @@ def test_bars_follow_from_the_columns():
     )
     by_slots = charts.bars(samples(), "seconds", "variant", "slots", axis="s", **WORDS)
     assert by_slots.layout.meta["alt"] == "Bars of s. 4: a 2.00, b 4.00. 8: b 8.00."
-    per_panel = charts.bars(
-        samples(), "seconds", panel="slots", axis="s", ceilings={8: {"limit": 99.0}}, **WORDS
-    )
-    assert per_panel.layout.xaxis2.range[1] > 99 > per_panel.layout.xaxis.range[1]
 
 
 def test_lines_and_parts_follow_from_the_columns():

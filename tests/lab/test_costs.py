@@ -26,7 +26,7 @@ def test_tokens_made_to_miss(m):
 
 
 def test_costs_are_measured(random_tiny_moe):
-    samples = cost.measure_samples(random_tiny_moe, tokens=6)
+    samples = records.table(cost.samples_of(random_tiny_moe, tokens=6))
     got = cost.costs_of(samples)
     unknown = {"host_s_per_byte"} | (set() if got.reads_direct else {"direct_s_per_byte"})
     known = {name: v for name, v in vars(got).items() if name not in unknown}
@@ -50,9 +50,9 @@ def test_costs_are_measured(random_tiny_moe):
 
 @pytest.mark.parametrize("disturbed", (True, False))
 def test_a_busy_machine_is_said(disturbed, random_tiny_moe, monkeypatch, capsys):
-    record = cost._measured(random_tiny_moe, None, tokens=4, seed=0)
+    record = cost.samples_of(random_tiny_moe, None, tokens=4, seed=0)
     record["load"] = {"disturbed": disturbed, "cores_of_others": 1.5}
-    monkeypatch.setattr(cost, "_measured", lambda *_: record)
+    monkeypatch.setattr(cost, "samples_of", lambda *_: record)
     cost.measure_costs(random_tiny_moe)
     assert ("other programs used 1.5 cores" in capsys.readouterr().err) == disturbed
 

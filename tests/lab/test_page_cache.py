@@ -1,21 +1,12 @@
 """Notebook 03: what it asks of a bench's rows, and the replay of the same settings."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
-from moelab.lab import limit, records
+from moelab.lab import records
 from moelab.lab.arguments import parse_modes
 from moelab.lab.experiments import bench, page_cache
-from moelab.lab.plots import style
 from moelab.replay import locality
-from moelab.replay.costs import Costs
-from moelab.replay.sizes import ModelSizes
-
-SIZES = ModelSizes(1_900_000_000, 190_000_000, 1_770_000, 7_080_000, L=4, E=256, K=8)
-COSTS = Costs(0.0, 0.0, 1e-10, 1e-9, direct_s_per_byte=0.9e-9)
-FEW = locality.Locality((0.4,), (0.3,), (1.5,))
 
 
 def row(variant, i=0, **columns):
@@ -73,46 +64,3 @@ def test_the_replay_hits_what_the_engine_hit(mb):
     other = locality.decode_trace(experts[..., :8].astype(np.uint16), 256)  # repeats nothing
     wrong = page_cache.replayed(samples, sizes, costs, other)
     assert (wrong.hit_rate - wrong.replayed_hit_rate).abs().max() > 0.1
-
-
-def test_past_the_page_cache_more_slots_only_help():
-    found = page_cache.by_memory({"code": (FEW, COSTS)}, SIZES, [40, 80], tokens=120)
-    past = found[found["reads"] == page_cache.DIRECT]
-    for _, rows in past.groupby("percent"):
-        assert rows.slots.is_monotonic_increasing and len(rows) > 3
-        assert rows.disk_MB.is_monotonic_decreasing and rows.ms.is_monotonic_decreasing
-    no_direct = page_cache.by_memory({"code": (FEW, Costs(0, 0, 0, 1e-9))}, SIZES, [80], 120)
-    assert set(no_direct["reads"]) == {page_cache.COPIED}
-
-
-def test_cheaper_copies_make_the_middle_slower():
-    by = partial(page_cache.by_memory, sizes=SIZES, percents=[80], tokens=160)
-    dear, free = (by({"x": (FEW, Costs(0, 0, copy, 1e-9))}) for copy in (1e-9, 0))
-    assert free.of_fewest.max() > max(1, dear.of_fewest.max())
-    assert list(free.disk_MB) == list(dear.disk_MB)
-
-
-def test_the_sliders_go_to_their_ends():
-    look = page_cache.dial(SIZES, locality.Locality((0.5,), (0.3,), (1.5,)), COSTS, 60)
-    for memory, slots, policy, skew, ssd, work in (
-        (25, 8, "lru", 0.0, 0.5, 0),
-        (95, 256, "belady", 1.5, 8.0, 200),
-        (60, 60, "lfu", 0.5, 1.0, 20),
-    ):
-        fig = look(memory, slots, policy, skew, ssd, work)
-        assert "ms a token" in fig.layout.title.text and style.words(fig)
-        assert np.isfinite(fig.data[0].y).all()
-    slow, fast = (look(60, 60, "lru", 0.5, ssd, 0).data[0].y for ssd in (0.5, 4.0))
-    assert (np.array(slow) > np.array(fast)).all()
-    with pytest.raises(ValueError, match="Take more memory"):
-        look(5, 8, "lru", 0.0, 1.0, 0)
-
-
-def test_without_a_way_to_limit_memory_the_live_part_says_so(monkeypatch, capsys):
-    def refuse(*args, **kwargs):
-        raise limit.NoLimit("Cannot limit memory here: because.")
-
-    monkeypatch.setattr(page_cache.synthesize, "synthesize", lambda path, *args, **kwargs: path)
-    monkeypatch.setattr(bench, "measure", refuse)
-    assert page_cache.live([1], [8], 32, 1, 2) is None
-    assert "Nothing is measured here" in capsys.readouterr().out

@@ -153,7 +153,6 @@ def test_variants_run_in_random_rounds_and_rows_stand_in_order():
         warmup=2,
         each_round=lambda i: {"disk": i},
         keep=lambda samples: kept.append((len(samples), samples.attrs["partial"])),
-        progress=False,
     )
     assert list(zip(made.variant, made["round"])) == [
         (n, i) for i in range(6) for n in ("a", "bb", "own")
@@ -169,7 +168,7 @@ def test_variants_run_in_random_rounds_and_rows_stand_in_order():
 def test_a_variant_that_was_killed_is_not_run_again():
     runs = []
     variants = {"dies": lambda i: runs.append(i) or {"killed": True}, "lives": lambda i: 1.0}
-    made = records.interleave("x", variants, 3, warmup=0, progress=False)
+    made = records.interleave("x", variants, 3, warmup=0)
     assert runs == [0] and made.killed.sum() == 1 and len(made) == 4
     assert records.interleave("x", {"t": records.timed(lambda: None, k=8)}, 2).k.tolist() == [8, 8]
 
@@ -193,6 +192,6 @@ def test_recorded_runs_say_where_they_come_from():
 
 
 def test_published_figures_name_their_source():
-    for name, told in records.PUBLISHED.items():
-        made = records.published(name, [{"variant": "x", "tok_s": 1.0}])
+    for told in records.PUBLISHED.values():
+        made = records.computed([{"variant": "x", "tok_s": 1.0}], told["source"])
         assert made.attrs["settings"]["model"] == told["source"] and made.attrs["machine"] == ""

@@ -1,15 +1,13 @@
-"""Notebook 11: ranks of tiny-moe write one text; a simulated SSD delays and changes nothing else;
-the model is near the record."""
+"""Notebook 11: ranks of tiny-moe write one text; a simulated SSD delays and changes no token."""
 
 import pytest
 
-from moelab import DATA, StreamConfig, Trace
+from moelab import DATA, StreamConfig
 from moelab.lab import ranks as processes
 from moelab.lab.__main__ import main
 from moelab.lab.decode import decode
 from moelab.lab.experiments import ranks
 from moelab.lab.experiments import several_machines as several
-from moelab.lab.records import read
 from moelab.streaming.model import load_model
 
 TINY_MOE = DATA / "models" / "tiny-moe"
@@ -51,7 +49,7 @@ def test_a_slow_ssd():
 
 def test_a_rank_that_fails():
     with pytest.raises(OSError, match="rank 0 of 1: .*no-model"):
-        processes.everywhere(1, ranks.joins_here, 1, "no-model")
+        processes.everywhere(1, ranks.decode_here, "no-model", 8, None, 1, 1, 1, None, False)
 
 
 def test_the_environment_of_two_gpus(tmp_path):
@@ -62,49 +60,10 @@ def test_the_environment_of_two_gpus(tmp_path):
     assert processes.environments(1, tmp_path, "nccl") == [{"CUDA_VISIBLE_DEVICES": "0"}]
 
 
-def test_exchange():
-    made = ranks.exchange({2: 2})
-    counts = made.groupby(["what", "rows"]).seconds.count()
-    assert dict(counts) == {(what, rows): 2 for what in ("sum", "gather") for rows in ranks.ROWS}
-    assert (made.seconds > 0).all()
-
-
-def test_ways_to_join():
-    """Rows that are gathered or summed have one bit pattern; scores first differs by rounding."""
-    made = ranks.joins(TINY_MOE, {1: 1, 2: 1}).set_index("variant")
-    assert made.tokens.map(str).nunique() == 1
-    alone, gathered, summed, first = made.digest[
-        ["rows gathered, 1 rank", *(f"{how}, 2 ranks" for how in ranks.JOINS)]
-    ]
-    assert alone == gathered == summed != first
-    assert 0 < made.off["scores first, 2 ranks"] < 1e-4 and made.off["rows summed, 2 ranks"] == 0
-
-
-@pytest.mark.parametrize(
-    "words", ["ends o", "divided o", "divided o m few", "joins o", "exchange o m"]
-)
+@pytest.mark.parametrize("words", ["o m few", "o m 1 t more"])
 def test_wrong_words(words, capsys):
     assert main(["ranks", *words.split()]) == 1
-    assert "expected divided OUT MODEL" in capsys.readouterr().err
-
-
-def test_the_model_is_near_the_record():
-    points = several.checked(read("cpu_ranks_35b"), tokens=60)
-    assert set(points.variant) == {
-        f"{ranks.size(n)}, 32 slots, {rate} MB/s" for n in (1, 2, 4) for rate in (100, 300)
-    }
-    off = (points.model_s / points.token_s - 1).groupby(points.variant).median()
-    assert abs(off).max() < 0.2
-
-
-def test_more_machines_read_less_and_exchange_more():
-    trace = Trace.load(DATA / "traces" / "code.npz")
-    one, two, four = (several.parts_122b(trace, n, 32, 3e9, 1e9, 5e-5, 0.05) for n in (1, 2, 4))
-    assert one["reads"] > two["reads"] > four["reads"] and one["exchange"] == 0
-    assert four["exchange"] > two["exchange"] > 0
-    figure = several.dial(trace)(4, 32, 3.0, 8, 50, 50)
-    speed = sum(one.values()) / sum(four.values())
-    assert f"{speed:.2f} times" in figure.layout.title.text
+    assert "expected OUT MODEL" in capsys.readouterr().err
 
 
 def test_placements():

@@ -130,21 +130,13 @@ def without(*parts):
 
 STRANGE = {  # a change of a file's content that has a right digest, or the file's text
     "no rows": lambda made: made.update(rows=[]),
-    "rows of numbers": lambda made: made.update(rows=[1] * share.RUNS),
-    "no card": lambda made: made.update(machine=None),
     "no processor": without("machine", "cpu"),
     "no memory held": without("rows", 0, "held_nbytes"),
-    "no size of an expert": without("sizes", "expert_nbytes"),
     "memory as text": lambda made: made["machine"].update(memory_nbytes="24 GiB"),
-    "too large": lambda made: made["rows"][0].update(held_nbytes=10**400),
     "NaN": lambda made: made["rows"][0].update(decode_s=float("nan")),
-    "load is a list": lambda made: made.update(load=[]),
     "trace is a number": lambda made: made.update(trace=7),
     "deep": "[" * 100_000,
-    "cut off": '{"machine": {',
     "a fifo": os.mkfifo,
-    "a folder": os.mkdir,
-    "a dangling link": lambda path: os.symlink("nowhere", path),
 }
 
 

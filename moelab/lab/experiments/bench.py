@@ -1,248 +1,39 @@
 """Decode the same prompts in several ways, in rounds of random order: the command ``bench``.
 
-A way is a ``Variant``: a mode, and with it a memory limit, a draft, a cold page cache, another
-layout of the model, or reads past the page cache.
+A way is a ``variants.Variant``.
 """
 
 import argparse
 import gc
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import numpy as np
-import psutil
-from mlx_lm.sample_utils import make_sampler
 
-from ... import StreamConfig, close, footprint, load, record
+from ... import StreamConfig, close, footprint
 from ...checkpoint import Checkpoint
-from ...commands.argument_types import not_empty, or_auto, positive, zero_or_more
+from ...commands.argument_types import not_empty, or_auto, positive, prompt_text, zero_or_more
 from ...commands.arguments import add_model, add_number, add_sampling
 from ...commands.drafting import draft_config
 from ...commands.stream_options import add_stream_options
 from ...memory import memory_available
-from ...streaming.config import SLOT_MODES
 from ...streaming.reading import native
-from ...streaming.session import session_of
-from ...streaming.trace import Trace
 from .. import limit, machine, oscache, records
-from ..arguments import (
-    MEASURED_SLOTS,
-    add_json,
-    add_modes,
-    add_prompts,
-    modes_given,
-    or_none,
-    parse_modes,
-    several,
-)
-from ..decode import BUILT_IN, decode, decode_drafted, encode, open_any
+from ..arguments import MEASURED_SLOTS, modes_given, or_none, parse_modes, several
+from ..decode import BUILT_IN
 from ..models import folder
 from ..texts import PROMPTS, heldout_ids
+from ..variants import COLD, Opened, Variant, crossed, resolved, texts_of
 
 if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+    from pandas import DataFrame
 
 OTHER_TOKENS = 3  # the exit status if other tokens were decoded
 DISK_READERS, DISK_READS = 16, 1024  # as many as a prompt reads, and as many at once
 UNKEPT_TOKENS = 16  # at most so many are timed in the round before the first
-RSS_UNIT_NBYTES = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
-RESIDENT = "resident, no limit"  # runs under a limit are compared with it
-COLD = ("no", "prompt", "token")  # when the checkpoint's pages are dropped: see ``Variant``
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to load a model and decode, which a bench measures."""
-
-    config: StreamConfig  # how to load the model
-    path: str | Path | None = None  # a folder with another layout; None: the bench's
-    limit_nbytes: int | None = None  # of the process, page cache included; None: no limit
-    draft: str | None = None  # one of ``decode.BUILT_IN``, or a draft's folder
-    num_drafts: int | str = "auto"  # tokens drafted in a round; ``auto``: the policy decides
-    # When the checkpoint's pages are dropped from the page cache: ``no``, never; ``prompt``, before
-    # the prompt and before the clock starts; ``token``, before each token.
-    cold: str = "no"
-
-    def __post_init__(self):
-        if self.cold not in COLD:
-            raise ValueError(f"cold: expected one of {', '.join(COLD)}, got {self.cold!r}")
-        if self.draft and self.cold == "token":
-            raise ValueError("cold: expected no or prompt with a draft, got token")
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The columns that tell this variant's rows apart, without those it has no use for."""
-        drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
-        config, cache = self.config, {}
-        if _has_slots(config):
-            cache |= {} if config.asks_for_slots else {"slots": config.slots}
-            cache |= {} if config.policy == "auto" else {"policy": config.policy}
-        return {
-            "mode": config.mode,
-            **cache,
-            **({"top_k": config.top_k} if config.top_k else {}),
-            **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
-            **(drafts if self.draft else {}),
-            **({"cold": self.cold} if self.cold != "no" else {}),
-            **({} if config.reads == "auto" else {"direct": config.reads == "direct"}),
-        }
-
-
-def _has_slots(config):
-    return config.mode in SLOT_MODES
-
-
-def resident_like(base: StreamConfig | None = None) -> StreamConfig:
-    """Make the resident baseline of a config, with its dtype, top-k and kernels."""
-    base = base or StreamConfig()
-    return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
-
-
-def crossed(
-    configs: Mapping[str, StreamConfig],
-    limits: Sequence[int | None] = (None,),
-    draft: str | None = None,
-    lengths: Sequence[int | str] = (),
-    direct: Sequence[bool | None] = (None,),
-    layouts: Mapping[str, str | Path | None] = {"": None},
-    cold: str = "no",
-) -> dict[str, Variant]:
-    """Combine every mode, layout, limit, way to read and number of drafts (and none), by name.
-
-    With a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
-    """
-    out, drafts = {}, [None, *lengths] if draft else [None]
-    every = product(configs.items(), layouts.items(), limits, direct, drafts)
-    for (name, config), (layout, path), limit_nbytes, past, n in every:
-        if past and not _has_slots(config):
-            continue
-        past = past if _has_slots(config) else None
-        if past is not None:
-            config = replace(config, reads="direct" if past else "cached")
-        words = [name, layout]
-        words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
-        words += [] if past is None else ["past the page cache" if past else "page cache"]
-        words += [] if n is None else ["policy" if n == "auto" else f"{n} drafts"]
-        drafted = {} if n is None else {"draft": draft, "num_drafts": n}
-        made = Variant(config, path, limit_nbytes, cold=cold, **drafted)
-        out[", ".join(filter(None, words))] = made
-    if any(limits) and configs:
-        first = next(iter(configs.values()))
-        out = {RESIDENT: Variant(resident_like(first))} | out
-    return out
-
-
-def _resolved(variants):
-    """The variants with the kernels that ``auto`` stands for, the same in all of them."""
-    given = {name: v.config for name, v in variants.items()}
-    made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
-    by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
-    if len(by_kernels) > 1:
-        raise ValueError(
-            f"bench: expected the same kernels in every mode, got fast in {by_kernels['fast']!r} "
-            f"and mlx in {by_kernels['mlx']!r}, which sets another dtype. Set them: "
-            "kernels=mlx, or /kernels=mlx behind each mode."
-        )
-    return made
-
-
-class _Opened:
-    """A variant's model and draft, loaded."""
-
-    def __init__(self, path: Path, variant: Variant):
-        self.variant, self.path = variant, folder(variant.path) if variant.path else path
-        before = mx.get_active_memory()
-        self.model, self.tokenizer = load(self.path, variant.config)
-        self.make_draft = None
-        if variant.draft:
-            self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
-        self.nbytes = mx.get_active_memory() - before
-
-    def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
-        """The columns of a run."""
-        model, variant, rss_nbytes, disk = self.model, self.variant, [], []
-        drop = partial(oscache.drop_pages, self.path) if variant.cold != "no" else None
-        if feed:
-            ids, fed = texts_of(feed, warmup + tokens, self.path)
-        else:
-            is_text = isinstance(prompt, str)
-            ids, fed = encode(self.tokenizer, prompt) if is_text else list(prompt), None
-        amount = {"tokens": tokens, "warmup": warmup}
-        if variant.config.prefetch == "oracle":
-            with record(model) as trace:
-                decode(model, ids, **amount, feed=fed)
-            session_of(model).prefetcher.set_trace(trace)
-            if drop or variant.limit_nbytes:  # the pages that it read
-                oscache.drop_pages(self.path)
-
-        def before_clock():
-            rss_nbytes.append(psutil.Process().memory_info().rss)
-            if drop:
-                drop()
-            disk.append(oscache.disk_read_nbytes())
-
-        given = {**amount, "before_clock": before_clock, "before_prompt": drop}
-        given["sampler"] = make_sampler(temp) if temp else None
-        if self.make_draft:
-            is_oracle = variant.draft == "oracle"  # an oracle needs the text beforehand
-            mx.random.seed(seed)
-            text = (
-                decode(model, ids, **amount, sampler=given["sampler"]).tokens if is_oracle else []
-            )
-            draft, number = self.make_draft(ids, text), variant.num_drafts
-        mx.random.seed(seed)
-        before = mx.get_active_memory()
-        mx.reset_peak_memory()
-        if self.make_draft:
-            ran = decode_drafted(model, ids, draft, number, **given)
-        else:
-            ran = decode(
-                model,
-                ids,
-                **given,
-                feed=fed,
-                before_token=drop if variant.cold == "token" else None,
-            )
-        disk.append(oscache.disk_read_nbytes())
-        peak, taken, counters = mx.get_peak_memory(), session_of(model), asdict(ran.counters)
-        del counters["tokens"]
-        row = {
-            "prompt_tokens": len(ids),
-            "tokens": ran.tokens,
-            "prefill_s": ran.prefill_s,
-            "prompt_nbytes": ran.prompt_nbytes,
-            "decode_tokens": ran.decode_tokens,
-            "decode_s": ran.decode_s,
-            "step_s": ran.step_s,
-            **counters,
-            "held_nbytes": self.nbytes,
-            **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
-            "peak_nbytes": self.nbytes + peak - before,
-            "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
-            "rss_warm_nbytes": rss_nbytes[0],
-            "rss_end_nbytes": psutil.Process().memory_info().rss,
-            **({"plan": taken.plan.reason, "slots": taken.plan.slots} if taken.plan else {}),
-            **variant.facts,
-        }
-        if ran.rounds:
-            drafted, accepted, draft_s, verify_s = zip(*ran.rounds)
-            with_drafts = [a + 1 for d, a in zip(drafted, accepted) if d]
-            row |= {
-                "rounds": len(ran.rounds),
-                "drafted": sum(drafted),
-                "accepted": sum(accepted),
-                "committed": with_drafts,
-                "draft_s": sum(draft_s),
-                "verify_s": sum(verify_s),
-            }
-        return row
 
 
 def measure(
@@ -254,8 +45,7 @@ def measure(
     warmup: int = 16,
     prompts: Sequence[str] = PROMPTS,
     seed: int = 0,
-    together: bool | None = None,
-    progress: bool = True,
+    progress: bool = False,
     on_round: Callable[["DataFrame"], None] | None = None,
     feed: str | Path | None = None,
     temp: float = 0.0,
@@ -265,13 +55,13 @@ def measure(
     Where a variant has a memory limit, each run of each variant has a process of its own, whose
     page cache is empty, and a variant that was killed is not run again. Else a first round is not
     kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's file, its prompt and
-    tokens are read instead. With ``together`` all models stay loaded (None: if they take less than
-    half of the memory). ``on_round`` gets the table after each round. A row is a run.
+    tokens are read instead. All models stay loaded if they take less than half of the memory.
+    ``on_round`` gets the table after each round. A row is a run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes
     variants = {n: v if isinstance(v, Variant) else Variant(v) for n, v in given.items()}
-    variants = _resolved(variants)
+    variants = resolved(variants)
     alone = any(v.limit_nbytes for v in variants.values())
     if feed is not None:
         texts_of(feed, warmup + tokens, path)  # refuses an unfit trace before any work
@@ -280,8 +70,7 @@ def measure(
             draft_config(v.draft, BUILT_IN)  # refuses an unfit draft
     known = [v.config for v in variants.values() if not (alone and v.config.asks_for_slots)]
     predicted = [footprint(path, c).total_nbytes for c in known]  # refuses unfit fields
-    if together is None:
-        together = not alone and sum(predicted) < memory_available() / 2
+    together = not alone and sum(predicted) < memory_available() / 2
     cold = {v.cold for v in variants.values()} | ({"prompt"} if alone else set())
     settings = {
         "model": path.name,
@@ -291,7 +80,6 @@ def measure(
         **({"feed": Path(feed).name} if feed else {"prompts": list(map(_words, prompts))}),
         **({"temp": temp} if temp else {}),
         "cache_state": "warm" if cold == {"no"} else "cold",
-        **({} if alone else {"together": together}),
         "baseline": next((n for n, v in variants.items() if v.config.mode == "resident"), None),
         "variants": {name: _as_dict(v) for name, v in variants.items()},
     }
@@ -305,7 +93,7 @@ def measure(
         if name not in opened:
             if not together:
                 drop()
-            opened[name] = _Opened(path, variants[name])
+            opened[name] = Opened(path, variants[name])
         return opened[name].sample(*text)
 
     def drop():
@@ -319,7 +107,7 @@ def measure(
         return {"disk_bytes_per_s": disk_speed(path)} if i >= 0 and cold != {"no"} else {}
 
     try:
-        samples = records.interleave(
+        return records.interleave(
             "bench",
             {name: partial(run, name) for name in variants},
             runs,
@@ -332,9 +120,6 @@ def measure(
         )
     finally:
         drop()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    samples.attrs["process_peak_rss_nbytes"] = peak * RSS_UNIT_NBYTES
-    return samples
 
 
 def _words(prompt):
@@ -366,75 +151,12 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
     ``peak_nbytes`` includes what loading held at most.
     """
-    begin = psutil.Process().memory_info().rss
     config = StreamConfig(**variant.pop("config"))
-    opened = _Opened(folder(path), Variant(config, **variant))
+    opened = Opened(folder(path), Variant(config, **variant))
     loading = mx.get_peak_memory()
     with opened.model:
         row = opened.sample(*text)
-    row["peak_nbytes"] = max(row["peak_nbytes"], loading)
-    return row | {"rss_begin_nbytes": begin}
-
-
-def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
-    """The prompt of a trace's file, and the ``num`` tokens or more that follow it."""
-    trace, config = Trace.load(feed), Checkpoint(model_path).config
-    ids, first = trace.tokens.tolist(), int((trace.phase == "prefill").sum())
-    if not first or len(ids) - first < num:
-        raise ValueError(
-            f"--feed {feed}: expected a prompt and {num} tokens behind it (--warmup and --tokens), "
-            f"got {first} and {len(ids) - first}. Take fewer tokens or another trace."
-        )
-    size = config.get("text_config", config)["vocab_size"]
-    if max(ids) >= size:
-        raise ValueError(
-            f"--feed {feed}: expected tokens below {size}, the vocabulary of {model_path}, got "
-            f"{max(ids)}. Take a trace of a model with the same tokenizer."
-        )
-    return ids[:first], ids[first : first + num]
-
-
-def ceilings(samples: "DataFrame") -> dict[str, dict[str, float]]:
-    """What a mode could reach if reads were all that is added to the resident model's work.
-
-    That work is the resident model's with the same kernels.
-    """
-    configs, speeds = samples.attrs["settings"]["variants"], samples.attrs["read_bytes_per_s"]
-    token_s = {
-        config["kernels"]: records.values(samples, name, "token_s").median()
-        for name, config in configs.items()
-        if config["mode"] == "resident"
-    }
-    out = {}
-    for name, config in configs.items():
-        if config["mode"] != "resident" and config["kernels"] in token_s:
-            nbytes = records.values(samples, name, "read_nbytes_per_token").mean()
-            alone = token_s[config["kernels"]]
-            with_reads = {k: 1 / (alone + nbytes / speed) for k, speed in speeds.items()}
-            out[name] = {"no reads": 1 / alone} | with_reads
-    return out
-
-
-def prompt_of_bound(samples: "DataFrame", variant: str) -> "Series":
-    """How near a prompt comes to its bound, by round: the bound's seconds over the measured ones.
-
-    The bound is what reading alone or computing alone would take, whichever is more: the prompt's
-    bytes at the disk's speed before the round, or the resident model's prompt.
-    """
-    baseline = samples.attrs["settings"]["baseline"]
-    rows = samples[samples.variant == variant].set_index("round")
-    read_s = rows.prompt_nbytes / rows.disk_bytes_per_s
-    computed_s = records.values(samples, baseline, "prefill_s")
-    return read_s.clip(lower=computed_s.reindex(read_s.index)) / rows.prefill_s
-
-
-def read_speeds(path: str | Path, readers: int = 8, nbytes: int = 1 << 20) -> dict[str, float]:
-    """Bytes per second of random reads of the checkpoint's largest file, cold and warm, by name."""
-    file, nbytes = _largest(path, nbytes)
-    return {
-        f"{state} reads": machine.read_speed(file, state == "cold", readers, nbytes)
-        for state in ("cold", "warm")
-    }
+    return row | {"peak_nbytes": max(row["peak_nbytes"], loading)}
 
 
 def disk_speed(path: str | Path) -> float:
@@ -442,100 +164,47 @@ def disk_speed(path: str | Path) -> float:
 
     On Linux they go past the page cache, with which the system is slower than the disk.
     """
-    file, nbytes = _largest(path, 1 << 20)
+    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
+    nbytes = max(4096, min(1 << 20, file.stat().st_size // 32))
     nbytes -= nbytes % native.ALIGNED
     return machine.read_speed(file, True, DISK_READERS, nbytes, DISK_READS, direct=True)
 
 
-def _largest(path, nbytes):
-    """The checkpoint's largest file, and the bytes of one read."""
-    file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
-    return file, max(4096, min(nbytes, file.stat().st_size // 32))
+SHOWN = {  # columns of the report's table
+    "tok/s": "tok_s",
+    "hits": "hit_rate",
+    "MB/token": "read_nbytes_per_token / 1e6",
+    "peak MB": "peak_nbytes / 1e6",
+    "predicted": "predicted_nbytes / 1e6",
+    "prompt s": "prefill_s",
+    "tau": "tau",
+}
 
 
 def report(samples: "DataFrame") -> str:
-    """Write a bench's table, killed variants, prompts against their bound, and ceilings as text."""
-    s = samples.attrs["settings"]
-    baseline, names = s["baseline"], [n for n in s["variants"] if n in set(samples.variant)]
-    how = "each run a process of its own"
-    if "together" in s:
-        how = "models loaded " + ("all at once" if s["together"] else "one at a time")
-    text = f"tokens of {s['feed']}" if "feed" in s else "greedy tokens"
-    text = f"tokens sampled at {s['temp']}" if "temp" in s else text
-    ratio = records.ratios(samples, baseline) if baseline else {}
-    same = records.same_tokens(samples, baseline) if baseline else {}
-    wide = max(map(len, names))
+    """Write the medians of a bench, each mode's speed over the resident model's, and its plan."""
+    s, alive = samples.attrs["settings"], samples[~samples.killed]
+    shown = {n: c for n, c in SHOWN.items() if c.partition(" ")[0] in samples}
+    columns = {label: alive.eval(column) for label, column in shown.items()}
+    columns = records.pandas().DataFrame(columns)
+    table = columns.groupby(alive.variant, sort=False).median()
+    if s["baseline"] in table.index:
+        ratios = records.ratios(samples, s["baseline"])[["median", "low", "high"]]
+        table = table.join(ratios.add_prefix("of resident, "))
+        same = records.same_tokens(samples, s["baseline"])
+        said = {n: "same" if a == b else f"DIFFER in {b - a} of {b}" for n, (a, b) in same.items()}
+        table["tokens"] = table.index.map(said)
     lines = [
         machine.card_line(samples.attrs["machine"]),
-        f"{s['model']} ({s['checkpoint_nbytes'] / 1e6:.0f} MB of tensors): {s['tokens']} {text} a "
-        f"run after {s['warmup_tokens']} of warm-up, {how}, rounds in random order, page cache "
-        f"{s['cache_state']}",
-        f"{'mode':{wide}}  {'tok/s median [quartiles]':26} {'of resident [interval]':26} "
-        f"{'hits':>5} {'MB/token':>9} {'peak MB':>8} {'predicted':>9}  {'prompt s':>8}  "
-        f"{'tau':>4}  tokens",
+        f"{s['model']}, {s['tokens']} tokens a run, page cache {s['cache_state']}, medians of "
+        f"{samples['round'].nunique()} rounds in random order",
+        table.to_string(float_format="{:.4g}".format, na_rep="-"),
     ]
-    for name in names:
-        rows = samples[(samples.variant == name) & ~samples.killed]
-        if rows.empty or samples[samples.variant == name].killed.any():
-            lines.append(f"{name:{wide}}  killed for its memory")
-            continue
-        streamed = s["variants"][name]["mode"] != "resident"
-        reads = f"{'-':>5} {'-':>9}"
-        if streamed:
-            nbytes = rows.read_nbytes_per_token.mean()
-            reads = f"{rows.hit_rate.mean():5.0%} {nbytes / 1e6:9.2f}"
-        equal, n = same.get(name, (0, 0))
-        said = "-" if name == baseline or not n else "same"
-        said = f"DIFFER in {n - equal} of {n} rounds" if n != equal else said
-        lines.append(
-            f"{name:{wide}}  {_quartiles(rows.tok_s):26} "
-            f"{_interval(ratio.loc[name]) if name != baseline and n else '-':26} {reads} "
-            f"{rows.peak_nbytes.max() / 1e6:8.0f} {rows.predicted_nbytes.max() / 1e6:9.0f}  "
-            f"{rows.prefill_s.median():8.3g}  {_tau(rows)}  {said}"
-        )
-    for name in names:
-        rows = samples[(samples.variant == name) & ~samples.killed]
-        if rows.empty:
-            continue
-        if "limited_by" in rows:
-            grown = (rows.rss_end_nbytes - rows.rss_warm_nbytes).max() / 1e6
-            lines.append(
-                f"{name}: process {rows.rss_end_nbytes.max() / 1e6:.0f} MB, {grown:+.1f} MB over "
-                f"the timed tokens ({rows.limited_by.iloc[0]})"
-            )
-        if "plan" in rows and not rows.plan.isna().all():
-            lines.append(f"{name}: {rows.plan.dropna().iloc[0]}")
-        if baseline and "disk_bytes_per_s" in rows and s["variants"][name]["mode"] != "resident":
-            share = _quartiles(prompt_of_bound(samples, name).dropna(), ".2f")
-            lines.append(
-                f"prompt, {name}: {_quartiles(rows.prefill_s, '.2f')} s, "
-                f"{rows.prompt_nbytes.median() / 1e6:.0f} MB read; the larger of its reads at the "
-                f"disk's speed and resident's prompt is {share} of that"
-            )
-    for name, ceiling in ceilings(samples).items() if "read_bytes_per_s" in samples.attrs else ():
-        speeds = ", ".join(f"{v:.1f} tok/s with {k}" for k, v in ceiling.items())
-        lines.append(f"ceilings, {name}: {speeds}")
-    return "\n".join(lines)
-
-
-def _quartiles(values, form=".4g"):
-    low, mid, high = (format(v, form) for v in np.percentile(values, (25, 50, 75)))
-    return f"{mid} [{low} - {high}] n={len(values)}"
-
-
-def _interval(ratio):
-    return (
-        f"{ratio['median']:.3g} [{ratio['low']:.3g} - {ratio['high']:.3g}] "
-        f"{ratio['confidence']:.0%}"
-    )
-
-
-def _tau(rows):
-    """Tokens that a round with drafts commits, on average."""
-    if "committed" not in rows or rows.committed.isna().all():
-        return "   -"
-    committed = [n for row in rows.committed for n in row]
-    return f"{np.mean(committed):4.2f}" if committed else "none"
+    if "plan" in alive:
+        plans = alive.dropna(subset="plan").groupby("variant", sort=False).plan.first()
+        lines += [f"{name}: {plan}" for name, plan in plans.items()]
+    dead = dict.fromkeys(samples[samples.killed].variant)
+    return "\n".join(lines + [f"killed for its memory: {name}" for name in dead])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -547,12 +216,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of its own, and the resident model one without a limit. Exit status 3: other tokens."
     )
     add_model(parser)
-    add_modes(parser, "resident,serial,buffers,stacked,fused")
+    parser.add_argument(
+        "--modes",
+        default="resident,serial,buffers,stacked,fused",
+        help="divided by commas; fields of StreamConfig may follow a slash, as in "
+        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)",
+    )
     add_number(parser, "--tokens", 64, "timed in each run")
     add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
     add_number(parser, "--runs", 5, "rounds that are kept")
     text = parser.add_mutually_exclusive_group()
-    add_prompts(text)
+    text.add_argument(
+        "--prompt",
+        type=prompt_text,
+        action="append",
+        metavar="TEXT",
+        help="again for more; - reads standard input (default: the built-in ones)",
+    )
     text.add_argument(
         "--prompt-tokens",
         type=several(positive),
@@ -597,25 +277,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure reads through the page cache and past it (Linux)",
     )
     parser.add_argument(
-        "--together",
-        choices=["auto", "yes", "no"],
-        default="auto",
-        help="all models at once (auto: if half of the memory holds them)",
-    )
-    parser.add_argument(
         "--cold",
         choices=COLD,
         default="no",
         metavar="WHEN",
         help="no, or drop the file from the page cache before a prompt or token",
     )
-    add_json(parser)
+    parser.add_argument(
+        "--json",
+        type=not_empty,
+        metavar="FILE",
+        help="keep raw samples, machine and settings there",
+    )
     add_stream_options(parser, MEASURED_SLOTS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    base, configs = modes_given(args)
+    configs = modes_given(args)
     variants = crossed(
         configs,
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
@@ -635,13 +314,11 @@ def run(args: argparse.Namespace) -> int:
         runs=args.runs,
         warmup=args.warmup,
         prompts=prompts,
-        together={"auto": None, "yes": True, "no": False}[args.together],
         on_round=partial(records.save, args.json) if args.json else None,
         feed=args.feed,
         temp=args.temp,
+        progress=True,
     )
-    if not any(args.limits):
-        samples.attrs["read_bytes_per_s"] = read_speeds(args.model, base.readers)
     records.print_and_save(report(samples), samples, args.json)
     return 0 if _as_resident(samples) else OTHER_TOKENS
 

@@ -51,7 +51,7 @@ def measure_costs(
 
     A line on stderr says so if other programs were busy meanwhile.
     """
-    record = _measured(path, config, tokens, seed)
+    record = samples_of(path, config, tokens, seed)
     load = record["load"]
     if load["disturbed"]:
         print(
@@ -62,10 +62,10 @@ def measure_costs(
     return costs_of(record)
 
 
-def measure_samples(
+def samples_of(
     path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
-) -> "DataFrame":
-    """Time reads, tokens and one expert's arithmetic.
+) -> dict:
+    """Time reads, tokens and one expert's arithmetic: the record of it.
 
     First reads without arithmetic with 1 to K misses in a layer, from the disk, from the page cache
     and past it. Then whole tokens without a miss: one as the model routes it, which the engine may
@@ -74,12 +74,6 @@ def measure_samples(
     arithmetic hides. Last, with every expert in a slot or in the host's memory, tokens that wait
     for no routing and prompts.
     """
-    records.pandas()  # fails before the work, which would be lost
-    return records.table(_measured(path, config, tokens, seed))
-
-
-def _measured(path, config, tokens, seed):
-    """The record of ``measure_samples``, as a dict."""
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
     L, E, K = size.num_layers, size.num_experts, size.top_k
@@ -126,7 +120,7 @@ def _measured(path, config, tokens, seed):
 
 
 def costs_of(samples: "DataFrame | dict") -> Costs:
-    """Costs from ``measure_samples``: medians, and a straight line through each source's reads."""
+    """Costs from ``samples_of``: medians, and a straight line through each source's reads."""
     record = samples if isinstance(samples, dict) else records.as_json(samples)
     given, seconds = record["settings"], {}
     L, K, nbytes = given["L"], given["K"], given["expert_nbytes"]
@@ -312,7 +306,8 @@ def _expert_s(model, experts, tokens):
 
 def main(out: str, model: str) -> None:
     """Measure a model's costs and save their record."""
-    samples = measure_samples(folder(model), tokens=SAMPLES)
+    records.pandas()  # fails before the work, which would be lost
+    samples = records.table(samples_of(folder(model), tokens=SAMPLES))
     costs = costs_of(samples)
     text = "\n".join(f"{name} {value:.4g}" for name, value in vars(costs).items())
     records.print_and_save(text, samples, out)

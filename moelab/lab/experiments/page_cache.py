@@ -7,27 +7,20 @@ what the replay needs of that machine, and the model's sizes.
 
 import copy
 import json
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import cache, partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ... import DATA, synthesize
+from ... import synthesize
 from ...replay import advice, by_token
 from ...replay.costs import Costs
-from ...replay.locality import Locality
-from ...replay.locality import synthesize as synthetic_trace
 from ...replay.sizes import ModelSizes
 from ...shipped import shipped
 from ...streaming.residency.table import policy_of
 from ...streaming.trace import Trace
-from .. import charts, limit, records
-from ..arguments import parse_modes
-from . import bench
+from .. import records
 from .costs import costs_of
 
 if TYPE_CHECKING:
@@ -39,7 +32,6 @@ LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model; its 
 COPIED, DIRECT = "copied from page cache", "past the page cache"
 HOST = "copied from the host's memory"  # GPUs alone
 NO_SLOTS = "no slots"
-DIAL_POINTS = 9  # numbers of slots replayed for one setting of the sliders
 
 
 def trace_of(text: str = TEXT) -> Trace:
@@ -104,29 +96,6 @@ def fastest(samples: "DataFrame") -> str:
     return f"{medians.max():.1f} tok/s with {slots:.0f} slots, {reads}"
 
 
-def live(
-    limits_mb: Sequence[int], slots: Sequence[int], experts: int, runs: int, tokens: int
-) -> "DataFrame | None":
-    """Repeat the records' experiment on this machine, with a small model of so many experts.
-
-    None where memory cannot be limited, after printing why.
-    """
-    build, config = DATA.parent / "build", copy.deepcopy(synthesize.CONFIGS[LIKE])
-    config["text_config"]["num_experts"] = experts
-    build.mkdir(exist_ok=True)
-    configs = parse_modes(",".join(f"fused/slots={n}" for n in slots))
-    variants = bench.crossed(configs, [mb * 1_000_000 for mb in limits_mb], direct=(False, True))
-    feed = shipped("traces", f"{TEXT}.npz")
-    with tempfile.TemporaryDirectory(prefix="slots-", dir=build) as folder:
-        path = synthesize.synthesize(
-            Path(folder) / LIKE, LIKE, LAYERS, config=config, progress=False, routing=feed
-        )
-        try:
-            return told(bench.measure(path, variants, None, tokens, runs, tokens, feed=feed))
-        except limit.NoLimit as error:
-            print(f"Nothing is measured here, only what was recorded and the replay. {error}")
-
-
 # In replay
 
 
@@ -171,94 +140,3 @@ def replayed(
     out = records.pandas().DataFrame(rows)
     out.attrs = samples.attrs
     return out
-
-
-def by_memory(
-    routings: Mapping[str, tuple[Locality, Costs]],
-    sizes: ModelSizes,
-    percents: Sequence[int],
-    tokens: int = 320,
-    count: int = 7,
-    seed: int = 0,
-) -> "DataFrame":
-    """Replay several numbers of slots in several sizes of memory (percent of the checkpoint's)."""
-    rows = []
-    for name, (locality, costs) in routings.items():
-        trace = synthetic_trace(locality, tokens, sizes.L, sizes.E, sizes.K, seed)
-        for percent in percents:
-            memory = percent / 100 * sizes.checkpoint_nbytes
-            slots = np.unique(np.linspace(sizes.K, sizes.fits(memory), count).astype(int)).tolist()
-            ways = (False, True) if costs.reads_direct else (False,)
-            asked = [(n, "lru", direct) for direct in ways for n in slots]
-            found = advice.replay_settings(
-                sizes, memory, trace, costs.without_arithmetic(), asked, tokens // 2
-            )
-            fewest_s = next(iter(found.values())).mean_s
-            rows += [
-                {
-                    **{"routing": name, "percent": percent, "slots": s.slots},
-                    **{"reads": DIRECT if s.direct else COPIED, "ms": r.mean_s * 1e3},
-                    **{"disk_MB": r.read_per_token / 1e6, "of_fewest": r.mean_s / fewest_s},
-                }
-                for s, r in found.items()
-            ]
-    return records.pandas().DataFrame(rows)
-
-
-def dial(
-    sizes: ModelSizes, locality: Locality, costs: Costs, tokens: int = 320, seed: int = 0
-) -> Callable[..., Any]:
-    """Make the function behind the sliders, which replays a trace through slots and page cache.
-
-    A byte takes its time on the disk; through the page cache, also that of a copy.
-    """
-
-    @cache
-    def trace(skew):
-        skewed = replace(locality, zipf=tuple(skew for _ in locality.zipf))
-        return synthetic_trace(skewed, tokens, sizes.L, sizes.E, sizes.K, seed)
-
-    def look(memory, slots, policy, skew, ssd, arithmetic):
-        nbytes = sizes.checkpoint_nbytes * memory / 100
-        most = sizes.fits(nbytes)
-        if most < sizes.K:
-            raise ValueError(
-                f"{memory}% of the file: {sizes.K} slots do not fit beside the rest of the model. "
-                "Take more memory."
-            )
-        mine, byte_s = min(max(slots, sizes.K), most), 1 / (ssd * 1e9)
-        at = sorted({*np.linspace(sizes.K, most, DIAL_POINTS).astype(int).tolist(), mine})
-        here = replace(
-            costs.without_arithmetic(),
-            **{"cold_s_per_byte": byte_s + costs.warm_s_per_byte, "direct_s_per_byte": byte_s},
-            **{"overlap": 1.0, "direct_overlap": 1.0},
-            expert_s=arithmetic * 1e-3 / (sizes.L * sizes.K),
-        )
-        play = partial(advice.replay_settings, sizes, nbytes, trace(skew), here)
-        found = play([(n, policy, d) for d in (False, True) for n in at], tokens // 2)
-        (none,) = play([(sizes.K, "none")], tokens // 2).values()
-        ways = {False: COPIED, True: DIRECT}
-        rows = [{"slots": s.slots, "reads": ways[s.direct], "ms": 1e3 * r.mean_s}
-                for s, r in found.items()]  # fmt: skip
-        chosen, best = (found[mine, policy, d] for d in (False, True)), min(rows, key=_ms)
-        copied, past = chosen
-        return charts.lines(
-            records.pandas().DataFrame(rows),
-            *("slots", "ms", "reads"),
-            title=f"{mine} slots: {copied.mean_s * 1e3:.1f} ms a token, {past.mean_s * 1e3:.1f} "
-            f"past the page cache; best {best['ms']:.1f} with {best['slots']}, {best['reads']}",
-            axes=("slots in each layer", "ms a token"),
-            finding=f"{copied.app_hit_rate:.0%} in a slot; {copied.page_nbytes / 1e6:.0f} MB of "
-            f"page cache serve {np.nan_to_num(copied.page_hit_rate):.0%} of the rest; "
-            f"{copied.read_per_token / 1e6:.1f} MB a token come from the SSD, "
-            f"{past.read_per_token / 1e6:.1f} past the page cache.",
-            note=f"replayed: {nbytes / 1e6:.0f} MB, {policy}, zipf {skew:.2f}, SSD {ssd:.1f} GB/s, "
-            f"arithmetic {arithmetic} ms a token, overlapped",
-            ceilings={"no slots: only the page cache": none.mean_s * 1e3},
-        )
-
-    return look
-
-
-def _ms(row):
-    return row["ms"]

@@ -1,12 +1,11 @@
-"""Where experts should lie, and machines that we do not have: replayed and modelled, not measured.
+"""Where experts should lie if several machines divide them: replayed, not measured.
 
 python -m moelab.lab placements OUT.json
 
 What ranks of this machine do is in ``experiments.ranks``.
 """
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,9 +13,8 @@ import numpy as np
 from ...replay import ranks as replay
 from ...replay.locality import popularity, recorded_trace
 from ...streaming.ranks import balanced, by_number
-from ...streaming.trace import Trace
-from .. import charts, records
-from .ranks import EXPERT_NBYTES, HELD, size
+from .. import records
+from .ranks import size
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -31,11 +29,6 @@ PLACEMENTS = (
 )
 BALANCE = "perfect balance"
 TEXTS = ("code", "tests", "prose", "docs", "sampled")
-# Qwen3.5-122B-A10B: layers, width, experts of a layer, and bytes of one: three matrices of 4 bits
-# with a scale and a bias for 64 weights. A row is sent in bfloat16.
-L_122B, D_122B, E_122B, VALUE_NBYTES = 48, 3072, 256, 2
-EXPERT_NBYTES_122B = 3 * D_122B * 1024 * 36 // 64
-GBIT = 1e9 / 8  # bytes a second
 
 
 def placements(
@@ -79,79 +72,6 @@ def _waited(trace, others, n, slots):
         found[name], mean = replay.waited(read)
         found.setdefault(BALANCE, mean)  # the mean of the first text, with placement by number
     return {name: found[name] for name in (*PLACEMENTS, BALANCE)}
-
-
-def checked(divided: "DataFrame", tokens: int = 200) -> "DataFrame":
-    """Add the model's time ``model_s`` to each run with a simulated SSD.
-
-    Random weights route nearly at random, so a random routing is replayed. Arithmetic and exchange
-    are those of as many ranks that hold every expert: only the reads are predicted.
-    """
-    random, layers, top_k, E = np.random.default_rng(0), 4, 8, 256
-    experts = random.random((tokens + FILLING, layers, E)).argsort(2)[:, :, :top_k]
-    runs = divided.dropna(subset=["rate_bytes_per_s"])
-    (slots,) = set(runs.slots.astype(int))
-    read = {
-        n: replay.waited(replay.reads(experts, by_number(layers, E, n), slots, n)[FILLING:])[0]
-        for n in set(runs.ranks)
-    }
-    held_s = divided[divided["where"] == HELD].groupby("ranks").token_s.median()
-    reads_s = runs.ranks.map(read) * EXPERT_NBYTES / runs.rate_bytes_per_s
-    return runs.assign(model_s=reads_s + runs.ranks.map(held_s))
-
-
-def parts_122b(
-    trace: Trace, n: int, slots: int, disk: float, link: float, latency_s: float, compute_s: float
-) -> dict[str, float]:
-    """The model's seconds of a token of Qwen3.5-122B-A10B on n machines, by part.
-
-    Its experts repeat as those of the trace do, with the same share of them in slots. Each machine
-    is charged all the arithmetic, which is too much, since experts are divided.
-    """
-    held = max(1, min(slots * trace.num_experts // E_122B, -(-trace.num_experts // n)))
-    read, rows = _replayed(trace, n, held)
-    layers = trace.experts.shape[1]
-    machines = replay.Machines(n, disk, link, latency_s, compute_s)
-    row_nbytes = D_122B * VALUE_NBYTES
-    return machines.parts(read / layers * L_122B, EXPERT_NBYTES_122B, L_122B, rows, row_nbytes)
-
-
-@cache
-def _replayed(trace, n, slots):
-    """Replay the reads that are waited for, and the rows of a layer's largest block."""
-    experts = trace.decode.experts
-    owners = by_number(experts.shape[1], trace.num_experts, n)
-    read = replay.waited(replay.reads(experts, owners, slots, n)[FILLING:])[0]
-    of = np.take_along_axis(owners[None], experts.astype(np.intp), 2)
-    pairs = np.stack([(of == rank).sum(2) for rank in range(n)]).max(0)
-    return read, float(pairs.mean()) + 1  # plus the row of checks
-
-
-def dial(trace: Trace) -> Callable[..., charts.go.Figure]:
-    """Make the function behind the sliders: the model's token on one machine and on several."""
-
-    def look(ranks: int, slots: int, ssd_GBs: float, link_Gbits: float, latency_us: int, ms: int):
-        given = slots, ssd_GBs * 1e9, link_Gbits * GBIT, latency_us / 1e6, ms / 1e3
-        sizes = sorted({1, 2, ranks})
-        token = {n: parts_122b(trace, n, *given) for n in sizes}
-        rows = [{"machines": f"{n} machine" + "s" * (n > 1), **token[n]} for n in sizes]
-        one, more = (1e3 * sum(token[n].values()) for n in (1, ranks))
-        samples = records.pandas().DataFrame(rows)
-        samples.attrs = {"record": "none: a model", "machine": ""}
-        told = ", ".join(f"{part} {s * 1e3:.1f} ms" for part, s in token[ranks].items())
-        return charts.parts(
-            samples,
-            {part: f"{part} * 1e3" for part in token[1]},
-            "machines",
-            title=f"{ranks} machines: {one / more:.2f} times the speed of one",
-            axis="ms a token",
-            finding=f"{one:.0f} ms a token on one machine, {more:.0f} on {ranks}: {told}.",
-            note="a model, not a measurement: Qwen3.5-122B-A10B, "
-            f"{slots} of {E_122B} experts of a layer in slots, SSDs of {ssd_GBs:g} GB/s, "
-            f"{link_Gbits:g} Gbit/s, {latency_us} us a message",
-        )
-
-    return look
 
 
 def main(out: str) -> None:

@@ -128,7 +128,7 @@ def measure(
     runs: int = 5,
     cold: bool = False,
     prompt: str = PROMPTS[0],
-    progress: bool = True,
+    progress: bool = False,
 ) -> "DataFrame":
     """Decode in every mode with a clock in the engine, one token ahead as mlx-lm does.
 

@@ -1,21 +1,16 @@
-"""Notebook 12: published models on this machine and on others, by ``plan``'s forecasts.
+"""Our own speeds and prompts beside what a plan says of them, for notebook 12.
 
 python -m moelab.lab own OUT.json
 """
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
-from ...configs import CONFIGS
 from ...replay.machine import Machine
-from .. import charts, records
-from ..models import named_sizes
+from .. import records
 from ..records import pandas
-from . import page_cache, published
-from .plan import FORMULA_SPREAD, forecast, range_text, rough
+from . import page_cache
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -30,80 +25,6 @@ OWN = (
     ("H100, 4 layers", "cuda_costs_35b", "cuda_host_routed_35b", 4),
 )
 FULL_VOCABULARY = 248_320
-
-
-def table(machine: Machine, names: Iterable[str] = CONFIGS) -> "DataFrame":
-    """A table of forecasts for models that fit, fastest first; ``too_large`` names the others."""
-    rows, too_large = [], []
-    for name in tqdm(names, desc="models", leave=False):
-        try:
-            found = forecast(name, machine)
-        except ValueError:
-            too_large.append(name)
-            continue
-        speed, sizes = 1 / found.advice.token_s, found.sizes
-        first_s, first_most_s = found.prompt_s(1000)
-        rows.append(
-            {
-                **{"model": name, "gb": sizes.checkpoint_nbytes / 1e9},
-                **{"slots": found.advice.config.slots, "experts": sizes.E, "tok_s": speed},
-                **{"low_tok_s": speed / FORMULA_SPREAD, "high_tok_s": speed * FORMULA_SPREAD},
-                "in_memory_tok_s": in_memory(name, machine),
-                **{"first_s": first_s, "first_most_s": first_most_s},
-                "binds": found.binds,
-                **{part: s * 1e3 for part, s in found.parts_s.items()},
-            }
-        )
-    out = pandas().DataFrame(rows)
-    out = out.sort_values("tok_s", ascending=False) if rows else out
-    out.attrs = {"too_large": too_large}
-    return out
-
-
-def in_memory(name: str, machine: Machine) -> float:
-    """Tokens a second if memory held every expert, as a ceiling."""
-    sizes = named_sizes(name)
-    costs = machine.costs(sizes).without_reads()
-    return 1 / (costs.fixed_s + sizes.L * sizes.K * costs.expert_s)
-
-
-def by_slots(name: str, machine: Machine, count: int = 12) -> "DataFrame":
-    """A table of a model's speed by slots, also by more than fit."""
-    sizes, rows = named_sizes(name), []
-    for slots in np.unique(np.linspace(sizes.K, sizes.E, count).astype(int)).tolist():
-        held = sizes.other_nbytes + slots * sizes.slot_nbytes
-        if held > machine.ram_nbytes:
-            break
-        speed = 1 / forecast(name, machine, slots=slots).advice.token_s
-        rows.append({"slots": slots, "held_gb": round(held / 1e9, 1), "tok_s": speed})
-    return pandas().DataFrame(rows)
-
-
-def dial(name: str) -> Callable[..., Any]:
-    """Make the function behind the sliders: what a model's token takes on a Mac of given rates."""
-
-    def look(ram, ssd, memory, slots, top_k, drafts, accepted):
-        machine = Machine.mac(ram * 1e9, ssd * 1e9, memory * 1e9)
-        held = max(top_k, round(named_sizes(name).E * slots / 100)) if slots else None
-        found = forecast(name, machine, top_k=top_k, slots=held)
-        token = found.with_drafts(drafts, accepted / 100)
-        samples = pandas().DataFrame(
-            [{"variant": name, **{part: s * 1e3 for part, s in token.items()}}]
-        )
-        samples.attrs = {"record": "none: a model", "machine": ""}
-        speed = 1 / sum(token.values())
-        return charts.parts(
-            samples,
-            {part: f"`{part}`" for part in token},
-            title=f"{name}: {rough(speed)} tok/s, probably {range_text(speed)}",
-            axis="ms a token",
-            finding=f"{found.advice.config.slots} of {found.sizes.E} experts of each layer are in "
-            f"slots; {found.sizes.fits(machine.model_nbytes)} fit. Most of a token: {found.binds}.",
-            note=f"a Mac of {ram} GB, SSD {ssd:g} GB/s, memory {memory} GB/s, top-k {top_k}, "
-            f"{drafts} drafts of which {accepted}% are right",
-        )
-
-    return look
 
 
 def own() -> "DataFrame":
@@ -131,7 +52,7 @@ def own() -> "DataFrame":
 
 
 def own_prompts() -> "DataFrame":
-    """The table of ``published.first_tokens`` for our own cold prompts, cores and SSD."""
+    """Our own cold prompts, and by what factor they lie outside of the planned range."""
     reads = records.read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
     machine = Machine.cpu(24 * 2**30, reads["fio direct, experts, 8 in flight"], cores=2)
     sizes, _ = page_cache.machine_and_model(records.read("cuda_costs_35b"))  # the same model
@@ -144,7 +65,9 @@ def own_prompts() -> "DataFrame":
             measured = {"prompt_tokens": tokens, "first_token_s": part.prefill_s.median()}
             planned = {"least_s": least, "most_s": most}
             rows.append({"side": "our own", "group": record, **measured, **planned})
-    return published.outside(pandas().DataFrame(rows))
+    out = pandas().DataFrame(rows)
+    early, late = out.least_s / out.first_token_s, out.first_token_s / out.most_s
+    return out.assign(factor=np.maximum(1, np.maximum(early, late)))
 
 
 def main(out: str) -> None:

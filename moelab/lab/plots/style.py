@@ -67,11 +67,7 @@ pio.templates.default = "moelab"
 
 
 def look(i: int) -> dict:
-    """Line and marker of the ``i``-th series, distinct without colour too.
-
-    Example:
-        >>> go.Scatter(x=x, y=y, name="fused", mode="lines+markers", **look(0))
-    """
+    """Line and marker of the ``i``-th series, distinct without colour too."""
     i %= len(COLORS)
     return {
         "line": {"color": COLORS[i], "dash": DASHES[i], "width": 2.5},

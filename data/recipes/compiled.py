@@ -1,7 +1,7 @@
 """Why a resident model's token takes longer on a GPU than its arithmetic: what can be fused.
 
-    python -m moelab.lab compiled OUT.json MODEL             parts of the layers compiled by MLX
-    python -m moelab.lab compiled OUT.json MODEL kernels     the GPU's seconds by kernel
+    python data/recipes/compiled.py OUT.json MODEL             parts of the layers compiled by MLX
+    python data/recipes/compiled.py OUT.json MODEL kernels     the GPU's seconds by kernel
 
 For each token MLX builds a new graph: Python calls every operation, and each kernel becomes a node
 of a CUDA graph. ``mx.compile`` traces a part of the model once and fuses neighbouring operations. A
@@ -10,28 +10,24 @@ the seconds by kernel, through ``torch.profiler``.
 """
 
 import re
+import sys
 import unittest.mock
 from collections import Counter
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
-from ...hooks import hooked, with_globals
-from ...speculation import gated_delta_cuda
-from .. import records
-from ..decode import same_tokens
-from ..models import folder
-from .dispatch import PLAIN, loop, operations_of_layers, resident
+from moelab.hooks import hooked, with_globals
+from moelab.lab import records
+from moelab.lab.decode import same_tokens
+from moelab.lab.experiments.dispatch import loop, operations_of_layers, resident
+from moelab.lab.models import folder
+from moelab.speculation import gated_delta_cuda
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
+PLAIN = "as it is"
 MOE, LAYERS = "MoE compiled", "recurrent layers and MoE compiled"
 KERNEL, ALL = "recurrence in one kernel", "all of these"
 PROMPT = (1, 2, 3, 4)
@@ -46,13 +42,13 @@ KINDS = {  # kinds of kernels, by words in their names
 OTHER_KIND = "other elementwise"
 
 
-def _compiled(module: nn.Module) -> hooked:
+def _compiled(module):
     """A module that is called with x [B, T, D] alone, compiled where T is 1."""
     made = mx.compile(module.__call__)  # the module's own, not the hooked one
     return hooked(module, lambda call, x: made(x) if x.shape[1] == 1 else call(x))
 
 
-def _compiled_layer(layer: nn.Module) -> hooked:
+def _compiled_layer(layer):
     """A layer whose cache is an ``ArraysCache`` of two arrays, compiled where T is 1."""
     own = layer.__call__
 
@@ -72,7 +68,7 @@ def _compiled_layer(layer: nn.Module) -> hooked:
     return hooked(layer, hook)
 
 
-def _hooks(model: nn.Module, recurrent: bool) -> list[hooked]:
+def _hooks(model, recurrent):
     """The MoE of each layer compiled, or with it the whole of each recurrent layer."""
     return [
         _compiled_layer(layer) if recurrent and layer.is_linear else _compiled(layer.mlp)
@@ -86,7 +82,7 @@ def _one_kernel():
     return unittest.mock.patch.object(qwen3_5, "gated_delta_update", update)
 
 
-def variants(model: nn.Module) -> dict[str, list[Any]]:
+def variants(model):
     """The context managers of each variant, for a model with the layers of Qwen3.5 or Qwen3.6."""
     ways = {PLAIN: [], MOE: _hooks(model, False), LAYERS: _hooks(model, True)}
     if mx.cuda.is_available():
@@ -94,7 +90,7 @@ def variants(model: nn.Module) -> dict[str, list[Any]]:
     return ways
 
 
-def compiled(path: str | Path, tokens: int = 64, rounds: int = 15) -> "DataFrame":
+def compiled(path, tokens=64, rounds=15):
     """Decode with parts of the layers compiled; ``same_tokens`` compares with the plain model."""
     path, model = folder(path), resident(path)
 
@@ -118,23 +114,17 @@ def compiled(path: str | Path, tokens: int = 64, rounds: int = 15) -> "DataFrame
         for name, ways in named.items()
     }
     settings = {"model": path.name, "tokens": tokens}
-    return records.interleave("compiled", runs, rounds, settings, warmup=2, progress=False)
+    return records.interleave("compiled", runs, rounds, settings, warmup=2)
 
 
 def _text(model, tokens):
     return [int(y) for y, _ in generate_step(mx.array(PROMPT), model, max_tokens=tokens)]
 
 
-def kernels(path: str | Path, tokens: int = 64, rounds: int = 5) -> "DataFrame":
+def kernels(path, tokens=64, rounds=5):
     """The GPU's seconds in a decoded token by kind of kernel, those of a short prompt included."""
-    try:
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        raise OSError(
-            "kernels: torch.profiler is needed, found no torch: pip install torch"
-        ) from None
-    if not mx.cuda.is_available():
-        raise OSError("kernels: expected an NVIDIA GPU, found none")
+    from torch.profiler import ProfilerActivity, profile
+
     path, model = folder(path), resident(path)
     loop(model, tokens)
     running, rows = records.Running("kernels", {"model": path.name, "tokens": tokens}), []
@@ -154,16 +144,17 @@ def kernels(path: str | Path, tokens: int = 64, rounds: int = 5) -> "DataFrame":
     return running.table(rows)
 
 
-def kind(kernel: str) -> str:
+def kind(kernel):
     """The kind of a kernel by its name: one of ``KINDS``, or ``OTHER_KIND``."""
     name = kernel.partition("(")[0].partition("<")[0]
     return next((kind for kind, found in KINDS.items() if re.search(found, name)), OTHER_KIND)
 
 
-def main(out: str, model: str, *work: str) -> None:
-    """Write a record of ``kernels``, or of ``compiled`` if no work is named."""
-    if work not in ((), ("kernels",)):
-        raise ValueError(f"compiled: expected kernels or nothing, got {' '.join(work)}")
-    made = kernels(model) if work else compiled(model)
-    told = records.group(made, "device_s" if work else "token_s").drop(columns="n") * 1e3
+def main(out, model, work="compiled"):
+    made = kernels(model) if work == "kernels" else compiled(model)
+    told = records.group(made, "device_s" if work == "kernels" else "token_s") * 1e3
     records.print_and_save(told.round(3).to_string(), made, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Speeds that others publish, against what the planner predicts for their machines.
 
-python -m moelab.lab published OUT.json
+    python data/recipes/published.py OUT.json
 
 The rows are ``data/published.csv``'s. This was fixed before anything was fitted: which rows count
 (``why_not``), on which sources the planner's constants are fitted and on which it is judged
@@ -12,18 +12,19 @@ says whose the SSD's rate is, and ``contradicts`` names a row that says otherwis
 authors'; an empty field is not in the source.
 """
 
-import csv
 import functools
 import hashlib
 import re
+import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
+import pandas as pd
 
-from ...replay import eviction
-from ...replay.machine import (
+from moelab.lab import records
+from moelab.lab.models import named_sizes
+from moelab.replay import eviction
+from moelab.replay.machine import (
     CHIPS,
     COPY_BYTES_PER_S,
     LAYER_S,
@@ -31,14 +32,8 @@ from ...replay.machine import (
     Machine,
     typical_trace,
 )
-from ...replay.pagecache import Replay, replay
-from ...replay.sizes import ModelSizes
-from ...shipped import shipped
-from .. import records
-from ..models import named_sizes
-
-if TYPE_CHECKING:
-    from pandas import DataFrame, Series
+from moelab.replay.pagecache import replay
+from moelab.shipped import shipped
 
 # What the planner has to reach on the sources that it was not fitted to. A factor is the larger of
 # predicted / published and published / predicted; a source's is the median of its rows.
@@ -74,41 +69,34 @@ SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
 TOKENS = 400  # tokens of the trace; half of them fill the caches
 
 
-def rows() -> "DataFrame":
+def rows():
     """The table of published speeds, with the columns ``group``, ``side`` and ``why_not`` added."""
-    import pandas as pd
-
-    with open(shipped("published.csv"), newline="") as file:
-        table = pd.DataFrame(list(csv.DictReader(file)))
+    table = pd.read_csv(shipped("published.csv"), dtype=str, keep_default_na=False)
     numbers = ["ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "context"]
     for name in (*numbers, "prompt_tokens", "first_token_s"):
         table[name] = pd.to_numeric(table[name])
     table["group"] = table.source.map(group)
     table["side"] = table.group.map(side)
-    table["slots"] = table.slots_or_cache.map(slots)
+    # The slots in each layer, where a row says them
+    said = table.slots_or_cache.str.extract(r"^(\d+) (?:slots|experts a layer|a layer)")[0]
+    table["slots"] = said.astype(float)
     table["why_not"] = table.apply(why_not, axis=1)
     return table
 
 
-def group(source: str) -> str:
+def group(source):
     """The group of sources that count as one with this source."""
     if source.startswith("mlx-lm"):  # issues and pull requests of many authors
         return source
     return ONE_SOURCE.get(source) or re.split(r" (?:README|docs|PR|issue)", source)[0]
 
 
-def side(group: str) -> str:
+def side(group):
     """``fit`` or ``left out``, by a hash of the source's name alone."""
     return "left out" if hashlib.sha256(group.encode()).digest()[0] % 2 else "fit"
 
 
-def slots(said: str) -> float:
-    """The slots in each layer that a row says, or nan."""
-    found = re.match(r"(\d+) (?:slots|experts a layer|a layer)", said)
-    return float(found[1]) if found else float("nan")
-
-
-def why_not(row: "Series") -> str:
+def why_not(row):
     """Say why a row does not count; empty if it does."""
     held = row.held_gb == row.held_gb or row.slots == row.slots
     in_memory = row.slots_or_cache == "all" or row.hit_rate == 1
@@ -134,24 +122,16 @@ def why_not(row: "Series") -> str:
     return ""
 
 
-def by_source(table: "DataFrame") -> "DataFrame":
-    """How far off the predictions are for each source, and what corrections would reach."""
-    import pandas as pd
-
+def by_source(table):
+    """How far off the predictions are for each source, and with a speed of its engine known."""
     ratio = table.predicted_tok_s / table.tok_s
-    table = table.assign(ratio=ratio, factor=np.exp(abs(np.log(ratio))))
-    setting = ["model", "bits", "machine", "ram_gb", "ssd_gb_s", "top_k", "slots_or_cache"]
-    same = table.groupby(["group", *setting], dropna=False).tok_s
-    table["floor"] = np.exp(abs(np.log(table.tok_s / same.transform("median"))))
-    found = table.groupby("group")
+    found = table.assign(ratio=ratio, factor=np.exp(abs(np.log(ratio)))).groupby("group")
     return pd.DataFrame(
         {
             "side": found.side.first(),
             "n": found.size(),
             "factor": found.factor.median(),
             "worst": found.factor.max(),
-            "bias": found.ratio.median(),
-            "floor": found.floor.median(),
             "engine_known": found.ratio.apply(_corrected),
         }
     ).sort_values(["side", "factor"])
@@ -166,7 +146,7 @@ def _corrected(ratio):
     return float(np.exp(np.median(abs(logs - others))))
 
 
-def reached(sources: "DataFrame", column: str = "factor") -> dict[str, float]:
+def reached(sources, column="factor"):
     """What ``GOALS`` ask for, computed from the sources that the fit left out."""
     factor = sources[sources.side == "left out"][column]
     return {
@@ -176,7 +156,7 @@ def reached(sources: "DataFrame", column: str = "factor") -> dict[str, float]:
     }
 
 
-def machine_of(row: "Series") -> Machine:
+def machine_of(row):
     """The machine that a row was measured on."""
     ram, disk = row.ram_gb * 1e9, (row.ssd_gb_s if row.ssd_gb_s == row.ssd_gb_s else 1.0) * 1e9
     if row.machine in CORES:
@@ -185,7 +165,7 @@ def machine_of(row: "Series") -> Machine:
     return Machine.mac(ram, disk, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9)
 
 
-def sizes_of(row: "Series") -> ModelSizes:
+def sizes_of(row):
     """The sizes of a row's model."""
     top_k = None if row.top_k != row.top_k else int(row.top_k)
     return named_sizes(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
@@ -200,7 +180,7 @@ def _held(row, sizes):
     return 0 if row.slots != row.slots else min(sizes.E, int(row.slots))
 
 
-def predict(row: "Series") -> Replay:
+def predict(row):
     """Predict what a token takes with a row's model, machine and slots."""
     sizes, machine = sizes_of(row), machine_of(row)
     one, held = sizes.L * sizes.expert_nbytes, _held(row, sizes)
@@ -222,7 +202,7 @@ def predict(row: "Series") -> Replay:
     )
 
 
-def first_tokens() -> "DataFrame":
+def first_tokens():
     """Rows that say how long a prompt took, with the planned seconds, ``least_s`` and ``most_s``.
 
     ``factor`` is how far outside of that range a row lies, 1 inside. Drafts and long contexts do
@@ -236,11 +216,6 @@ def first_tokens() -> "DataFrame":
         for _, row in table.iterrows()
     ]
     table["least_s"], table["most_s"] = zip(*ends)
-    return outside(table)
-
-
-def outside(table: "DataFrame") -> "DataFrame":
-    """First tokens with ``factor``: how far outside of the planned range, 1 inside."""
     early, late = table.least_s / table.first_token_s, table.first_token_s / table.most_s
     return table.assign(factor=np.maximum(1, np.maximum(early, late)))
 
@@ -250,11 +225,11 @@ def _trace(sizes):
     return typical_trace(sizes, TOKENS)
 
 
-def predicted() -> "DataFrame":
+def predicted():
     """The rows that count, with their predictions."""
     table = rows()
     table = table[table.why_not == ""]
-    found = [predict(row) for _, row in tqdm(table.iterrows(), total=len(table), leave=False)]
+    found = [predict(row) for _, row in table.iterrows()]
     speeds = np.array([r.tok_s for r in found])
     return table.assign(
         predicted_tok_s=speeds,
@@ -264,7 +239,7 @@ def predicted() -> "DataFrame":
     )
 
 
-def fit(table: "DataFrame", rounds: int = 4000) -> dict[str, float]:
+def fit(table, rounds=4000):
     """Fit the constants of a Mac to the rows of ``fit``, by random changes.
 
     A token's time is a sum over the constants, so each row is a few numbers. Minimized is the mean
@@ -288,7 +263,7 @@ def fit(table: "DataFrame", rounds: int = 4000) -> dict[str, float]:
     }
 
 
-def fit_zipf(tried: np.ndarray) -> tuple[float, float]:
+def fit_zipf(tried):
     """Choose ``ZIPF`` of ``replay.machine`` from ``tried``; also its error in hit rates (RMS).
 
     It is fitted to the rows of ``fit`` that count and name a hit rate and the experts held.
@@ -327,17 +302,12 @@ def _parts(row):
     return found.mean_s - layers_s - waits_s - copies_s, layers_s, waits_s, copies_s
 
 
-def main(out: str) -> None:
-    """Predict every row that counts, print how far off each source is, and save the record."""
+def main(out):
     running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
     table = predicted()
     sources = by_source(table)
-    text = f"{sources.round(2).to_string()}\n\nleft out: goal, reached, with the engine known"
-    known = reached(sources, "engine_known")
-    for name, value in reached(sources).items():
-        text += f"\n{name:14} {GOALS[name]:.2f} {value:.2f} {known[name]:.2f}"
-    first = first_tokens().groupby(["side", "group"]).factor.agg(["size", "median", "max"])
-    text += f"\n\nfirst tokens:\n{first.round(2).to_string()}"
+    text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
+    text += f"\nwith the engine known: {reached(sources, 'engine_known')}"
     zipf, off = fit_zipf(np.arange(0.9, 1.31, 0.02))
     text += f"\n\nfitted: {fit(table)}, ZIPF {zipf:.2f}"
     text += f" (hit rates off by {off:.2f})"
@@ -347,3 +317,7 @@ def main(out: str) -> None:
     kept += ["predicted_tok_s", "predicted_hit_rate", "factor"]
     samples = running.table(table[kept].to_dict("records"))
     records.print_and_save(text, samples, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

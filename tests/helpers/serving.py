@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .. import DATA
-from . import limit
+from moelab import DATA
+from moelab.lab import limit
 
 START_S = 120  # seconds to import and load a model on a busy machine
 ANSWER_S = 600  # seconds until an answer begins, or goes on

@@ -1,21 +1,20 @@
 """A checkpoint of mlx-lm's ``qwen3_5_moe`` as GGUF, the same weights, for llama.cpp.
 
+    python data/recipes/to_gguf.py MODEL OUT.gguf
+
 MLX's 4-bit groups of 64 weights become two ``Q4_1`` blocks of 32 with the same codes; their scale
 and bias are rounded to float16. Other weights become float32; those of 8 bits are dequantized.
-
-    python -m moelab.lab gguf MODEL OUT.gguf
 """
 
 import json
-from collections.abc import Callable
+import sys
 from pathlib import Path
-from typing import Any
 
+import gguf
 import mlx.core as mx
 import numpy as np
-from tqdm import tqdm
 
-from .models import folder
+from moelab.lab.models import folder
 
 ARCHITECTURE, MODEL_TYPE = "qwen35moe", "qwen3_5_moe"
 PREFIX = "language_model.model."
@@ -65,38 +64,28 @@ FIELDS = {  # a GGUF file's fields: names in mlx-lm's config
 FLOAT = ("ffn_gate_inp",)  # llama.cpp has no quantized router
 
 
-def write(path: str | Path, out: str | Path, progress: bool = True) -> None:
+def write(path, out):
     """Write a checkpoint (4 bits, groups of 64) as a GGUF file, which appears once it is whole."""
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"GGUF needs {error.name}, found no such package: pip install 'moelab[lab]'"
-        ) from None
-
     path, out = folder(path), Path(out)
     config = json.loads((path / "config.json").read_text())
     if (found := config.get("model_type")) != MODEL_TYPE:
         raise ValueError(f"{path}: expected model_type {MODEL_TYPE}, got {found}. Take another.")
     tensors, partial = _tensors(path, config), out.with_name(out.name + ".partial")
     writer = gguf.GGUFWriter(partial, ARCHITECTURE)
-    try:
-        for key, values in _fields(config, path.name).items():
-            getattr(writer, f"add_{key}")(*values)
-        for name, array in tensors.items():
-            is_blocks = array.dtype == mx.uint8
-            kind = gguf.GGMLQuantizationType.Q4_1 if is_blocks else None
-            dtype = np.dtype(np.uint8 if is_blocks else np.float32)
-            writer.add_tensor_info(name, array.shape, dtype, array.nbytes, kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for name in tqdm(list(tensors), desc=out.name, leave=False, disable=not progress):
-            writer.write_tensor_data(np.array(tensors.pop(name)))  # evaluated one at a time
-        writer.close()
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    for key, values in _fields(config, path.name).items():
+        getattr(writer, f"add_{key}")(*values)
+    for name, array in tensors.items():
+        is_blocks = array.dtype == mx.uint8
+        kind = gguf.GGMLQuantizationType.Q4_1 if is_blocks else None
+        dtype = np.dtype(np.uint8 if is_blocks else np.float32)
+        writer.add_tensor_info(name, array.shape, dtype, array.nbytes, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name in list(tensors):
+        writer.write_tensor_data(np.array(tensors.pop(name)))  # evaluated one at a time
+    writer.close()
+    partial.replace(out)
 
 
 def _fields(config, name):
@@ -115,9 +104,9 @@ def _fields(config, name):
     }
 
 
-def _tensors(path, config) -> dict[str, mx.array]:
+def _tensors(path, config):
     """All tensors by llama.cpp's names, not evaluated: uint8 blocks of ``Q4_1``, or float32."""
-    stored: dict[str, mx.array] = {}
+    stored = {}
     for file in sorted(path.glob("model*.safetensors")):
         stored |= mx.load(str(file))
     t, quantization = config["text_config"], config.get("quantization", {})
@@ -142,7 +131,7 @@ def _tensors(path, config) -> dict[str, mx.array]:
     # mlx-lm gives it i // (values / keys): the values of one key head lie together.
     order = np.arange(values).reshape(keys, -1).T.ravel()
 
-    def reordered(array: mx.array, width: int, first: int = 0, axis: int = 0) -> mx.array:
+    def reordered(array, width, first=0, axis=0):
         """Put value heads, ``width`` entries each from ``first`` on, into llama.cpp's order."""
         heads = first + (order[:, None] * width + np.arange(width)).ravel()
         return mx.take(array, mx.array(np.concatenate([np.arange(first), heads])), axis)
@@ -151,7 +140,7 @@ def _tensors(path, config) -> dict[str, mx.array]:
         return reordered(array, value_dim * (20 if array.dtype == mx.uint8 else 32) // 32, axis=-1)
 
     all_keys = 2 * keys * key_dim
-    ordered: dict[str, Callable[[mx.array], Any]] = {
+    ordered = {
         "attn_qkv": lambda a: reordered(a, value_dim, all_keys),
         "attn_gate": lambda a: reordered(a, value_dim),
         "ssm_beta": lambda a: reordered(a, 1),
@@ -179,7 +168,7 @@ def _tensors(path, config) -> dict[str, mx.array]:
     return out
 
 
-def _blocks(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
+def _blocks(w, scales, biases):
     """Turn codes ``[..., groups * 8]`` (uint32), scales and biases ``[..., groups]`` into blocks.
 
     The result is ``[..., groups * 40]`` (uint8). A block has a float16 scale and bias, then byte j
@@ -194,7 +183,5 @@ def _blocks(w: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
     return mx.concatenate([header, codes], -1).reshape(*groups[:-1], -1)
 
 
-def main(model: str, out: str) -> None:
-    """Write a checkpoint as GGUF."""
-    write(model, out)
-    print(f"{out}: {Path(out).stat().st_size / 1e6:,.0f} MB")
+if __name__ == "__main__":
+    write(*sys.argv[1:])

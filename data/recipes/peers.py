@@ -1,0 +1,393 @@
+"""What people use instead of moelab: fetched from PyPI into build/peers, and run beside it.
+
+    python data/recipes/peers.py install            fetches and builds them (``make peers``)
+    python data/recipes/peers.py same OUT.json      tiny-moe's greedy texts, written by each
+    python data/recipes/peers.py against OUT.json MODEL TEXT RUNS [WORD ...]
+
+llama.cpp maps a GGUF file of the same weights into memory. mlx-vlm reads experts from a folder that
+it writes itself (``mlx_vlm.moe_offload``), and keeps those that it used last. Each peer runs in a
+process of its own, which alone imports it.
+
+``against`` reads one text with each, in rounds of random order; the file is dropped from the page
+cache before each run. TEXT is a trace's file, whose tokens all read one by one, or lengths of
+prompts (``126,400,800``). A WORD is
+
+- a memory limit of the process in MB, page cache included (Linux). 0, the default, is none;
+  ``1530-956`` falls by 200 MB a second while tokens are read;
+- a peer, with options behind slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
+  ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
+  ``--n-cpu-moe`` does). Default: all that ``make peers`` installs;
+- ``prompt=16``: how many tokens of a trace's prompt are read, the last ones. Default: all;
+- ``warmup=32`` or ``tokens=32``: tokens behind it, read before the clock starts or timed.
+
+Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
+library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both take the system's.
+"""
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest.mock
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product, takewhile
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import psutil
+import to_gguf
+from mlx_lm.models.cache import make_prompt_cache
+
+from moelab import DATA, StreamConfig, load
+from moelab.lab import limit, oscache, records
+from moelab.lab.arguments import parse_modes
+from moelab.lab.decode import read_all_but_last, same_tokens
+from moelab.lab.machine import card
+from moelab.lab.models import folder
+from moelab.lab.texts import heldout_ids, spaced_prompts
+from moelab.lab.variants import texts_of
+
+WORK = DATA.parent / "build" / "peers"
+LLAMA_CPP, MLX_VLM, MLX_LM, MOELAB = "llama.cpp", "mlx-vlm", "mlx-lm", "moelab"
+# What pip installs for each peer. Other dependencies are in moelab's own environment.
+PACKAGES = {
+    LLAMA_CPP: ("llama-cpp-python==0.3.36", "diskcache==5.6.3"),
+    MLX_VLM: ("mlx-vlm==0.7.10",),
+}
+NAMES = (MOELAB, MLX_LM, *PACKAGES)
+LEFT_OUT = ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")  # of llama.cpp's build
+BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
+BUILD += [f"-DLLAMA_BUILD_{part}=OFF" for part in LEFT_OUT]
+EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # the names of tensors in a GGUF file
+CACHE_SHARE = 0.5  # of memory, for mlx-vlm's experts; the rest is for its buffers and page cache
+STEP_NBYTES, STEP_S = 10_000_000, 0.05  # a falling limit loses 10 MB every 0.05 s
+FALLING = 256  # at most so many tokens are read while the limit falls
+
+
+def install():
+    """Fetch and build the peers that are not there yet."""
+    cuda = ["-DGGML_CUDA=ON"] if card()["backend"] == "CUDA" else []
+    environment = os.environ | {"CMAKE_ARGS": " ".join(BUILD + cuda)}
+    for name, packages in PACKAGES.items():
+        if is_built(name):
+            print(f"{name}: there, {', '.join(packages)}")
+            continue
+        words = ["pip", "install", "--no-deps", "--upgrade", "--disable-pip-version-check"]
+        words += ["--target", str(WORK), "--no-binary", "llama-cpp-python", *packages]
+        if subprocess.run([sys.executable, "-m", *words], env=environment).returncode:
+            raise OSError(f"{name}: it needs PyPI, and a C++ compiler for llama.cpp")
+
+
+def is_built(name):
+    """Whether a peer's packages are there in their versions; True for what comes with moelab."""
+    pinned = (package.split("==") for package in PACKAGES.get(name, ()))
+    found = importlib.metadata.distributions
+    return all(v in [d.version for d in found(name=n, path=[str(WORK)])] for n, v in pinned)
+
+
+def built():
+    """The peers that can be run here."""
+    return [name for name in NAMES if is_built(name)]
+
+
+def versions():
+    """The versions of all peers."""
+    pinned = [packages[0].split("==") for packages in PACKAGES.values()]
+    return dict(pinned) | {MLX_LM: card()[MLX_LM]}
+
+
+def way(text):
+    """Parse a peer's name and the options of ``opened`` after it, a slash before each."""
+    peer, *settings = text.split("/")
+    if peer == LLAMA_CPP and settings == ["experts=cpu"]:
+        return peer, {"experts_on_cpu": True}
+    if peer == MOELAB and settings:
+        (config,) = parse_modes("/".join(("fused", *settings))).values()
+        return peer, {name: getattr(config, name) for name, _, _ in map(_split, settings)}
+    if peer not in NAMES or settings:
+        raise ValueError(f"expected a peer ({', '.join(NAMES)}) with its options, got {text!r}")
+    return peer, {}
+
+
+def _split(word):
+    return word.partition("=")
+
+
+# In a process of its own
+
+
+def apart(function, *args, what, nbytes=None):
+    """Call a function of this file in a new process, which finds this file, under a limit."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=path):
+        return limit.call(function, *args, what=what, nbytes=nbytes)
+
+
+def opened(peer, path, context, **options):
+    """Load a peer's model; returns a function that begins a text.
+
+    What that returns reads further tokens and gives the logits [V] of the token after them.
+    ``path`` is a GGUF file, mlx-vlm's folder or the checkpoint. ``options`` are those of
+    ``mlx_vlm.load``, of ``StreamConfig``, or llama.cpp's ``experts_on_cpu``.
+    """
+    sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
+    if peer == LLAMA_CPP:
+        return _llama(path, context, **options)
+    if peer == MLX_VLM:
+        import mlx_vlm
+
+        model = mlx_vlm.load(path, **options)[0].language_model
+        if mx.default_device() == mx.cpu:
+            model.set_dtype(mx.float32)  # like other peers; half precision is far slower there
+    else:
+        resident = {"mode": "resident", "kernels": "mlx"}  # mlx-lm's model and MLX's kernels
+        streamed = {"slots": 16, "context": context} | options
+        model = load(path, StreamConfig(**(resident if peer == MLX_LM else streamed)))[0]
+
+    def begin():
+        cache = make_prompt_cache(model)
+
+        def read(ids):
+            ids = mx.array([ids])
+            read_all_but_last(model, ids, cache)
+            logits = model(ids[:, -1:], cache=cache)
+            logits = getattr(logits, "logits", logits)[0, -1]
+            return np.array(logits.astype(mx.float32))
+
+        return read
+
+    return begin
+
+
+def _llama(path, context, experts_on_cpu=False):
+    """Open llama.cpp, for ``opened``."""
+    from llama_cpp import llama_cpp as c
+    from llama_cpp._ggml import libggml
+
+    # llama.cpp may not copy weights into layouts for some instructions: with those for AMX it
+    # crashed, and where memory is short the system can drop pages of the file, but no copies.
+    model_params = c.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    if experts_on_cpu:
+        libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
+        overrides = (_Override * 2)((EXPERTS, libggml.ggml_backend_cpu_buffer_type()))  # and an end
+        model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
+    model = c.llama_model_load_from_file(path.encode(), model_params)
+    if model is None:
+        raise OSError(f"{path}: llama.cpp could not load it")
+    params = c.llama_context_default_params()
+    params.n_ctx, params.n_threads, params.n_threads_batch = context, *[card()["cores"]] * 2
+    llama = c.llama_init_from_model(model, params)
+    V = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+
+    def read(ids):
+        for at in range(0, len(ids), params.n_batch):
+            some = ids[at : at + params.n_batch]
+            some = (c.llama_token * len(some))(*some)
+            if status := c.llama_decode(llama, c.llama_batch_get_one(some, len(some))):
+                raise OSError(f"{path}: llama_decode returned {status}")
+        return np.ctypeslib.as_array(c.llama_get_logits_ith(llama, -1), (V,))
+
+    def begin():
+        c.llama_memory_clear(c.llama_get_memory(llama), True)
+        return read
+
+    return begin
+
+
+class _Override(ctypes.Structure):
+    """llama.cpp's ``llama_model_tensor_buft_override``, which its Python binding lacks."""
+
+    _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
+
+
+def texts_here(peer, path, prompts, tokens):
+    """Write a peer's greedy text behind each prompt, in this (new) process."""
+    begin = opened(peer, path, max(map(len, prompts)) + tokens)
+    out = []
+    for ids in prompts:
+        read, text = begin(), []
+        for _ in range(tokens):
+            text.append(int(read(text[-1:] or ids).argmax()))
+        out.append(text)
+    return out
+
+
+def sample_here(peer, path, ids, feed, warmup, tokens, limits, options):
+    """Make one run of ``against`` in this (new) process and return its columns.
+
+    With two ``limits`` the memory limit falls from the first to the second, and the last
+    ``tokens`` after that are timed, too.
+    """
+    read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []
+
+    def timed(ids):
+        took = []
+        for given in ids:
+            begin = time.perf_counter()
+            said.append(int(read(given).argmax()))
+            took.append(time.perf_counter() - begin)
+        return took
+
+    (prefill_s,), one_by_one = timed([ids]), [[token] for token in feed]
+    timed(one_by_one[:warmup])
+    before = oscache.disk_read_nbytes()
+    step_s = timed(one_by_one[warmup : warmup + tokens])
+    row = {"prompt_tokens": len(ids), "prefill_s": prefill_s, "decode_tokens": tokens}
+    row |= {"decode_s": sum(step_s), "step_s": step_s}
+    row |= {} if before is None else {"disk_nbytes": oscache.disk_read_nbytes() - before}
+    if len(limits) == 2:
+        with ThreadPoolExecutor(1) as pool:
+            falling = pool.submit(_fall, *limits)
+            between = one_by_one[warmup + tokens : -tokens]
+            falling_s = timed(takewhile(lambda _: not falling.done(), between))
+            falling.result()  # raises the error if the limit could not fall
+        row |= {"falling_s": falling_s, "fallen_s": timed(one_by_one[-tokens:])}
+        row |= {"fallen_tok_s": tokens / sum(row["fallen_s"])}
+    return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
+
+
+def _fall(first, last):
+    for nbytes in range(first, last, -STEP_NBYTES):
+        limit.lower(nbytes)
+        time.sleep(STEP_S)
+    limit.lower(last)
+
+
+# The records
+
+
+def same(prompts=20, tokens=100, length=64):
+    """Compare greedy texts of tiny-moe by each peer with mlx-lm's.
+
+    llama.cpp rounds activations to 8 bits, so its text parts from mlx-lm's where two tokens are
+    nearly as likely: ``gap`` is their distance in standard deviations of the logits.
+    """
+    path = DATA / "models" / "tiny-moe"
+    texts, read = spaced_prompts(path, "code", length, prompts), files(path)
+    settings = {"model": path.name, "prompt_tokens": length, "tokens": tokens}
+    running = records.Running("peers same", settings | {"versions": versions()})
+    made = {
+        peer: apart(texts_here, peer, str(read[peer]), texts, tokens, what=peer)[0]
+        for peer in (MLX_LM, MOELAB, LLAMA_CPP, MLX_VLM)
+    }
+    begin, rows = opened(MLX_LM, str(path), length + tokens), []
+    for peer, written in made.items():
+        for i, (ids, text, theirs) in enumerate(zip(texts, made[MLX_LM], written)):
+            n = same_tokens(text, theirs)
+            rows.append({"variant": peer, "round": i, "tokens": theirs, "same_tokens": n})
+            if n < tokens:
+                logits = begin()([*ids, *text[:n]])
+                rows[-1]["gap"] = float((logits[text[n]] - logits[theirs[n]]) / logits.std())
+    return running.table(rows)
+
+
+def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, ways=NAMES):
+    """Read the same text with each peer under each limit; a row is a run.
+
+    ``text`` is a trace's file, or lengths of prompts. A limit has the bytes of a run's process,
+    page cache included, and then those that they fall to; none if empty.
+    """
+    path = folder(path)
+    if isinstance(text, str | Path):
+        more = FALLING + tokens if any(len(given) == 2 for given in limits) else 0
+        ids, behind = texts_of(text, warmup + tokens + more, path)
+        texts, feed = {"": (ids[-prompt:], behind, warmup, tokens)}, Path(text).name
+    else:
+        prompts, feed = heldout_ids(path, text, len(text)), None
+        texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
+    opened = {given: way(given) for given in ways}
+    read = files(path, [peer for peer, _ in opened.values()])
+
+    def run(given, text, limits, _):
+        (peer, options), told = opened[given], dict(zip(("limit_nbytes", "lowered_nbytes"), limits))
+        file, nbytes = read[peer], told.get("limit_nbytes")
+        parts = [file] if file.is_file() else sorted(file.rglob("*.safetensors"))
+        for part in parts:
+            oscache.drop_pages(part)
+        if peer == MOELAB:
+            options = {"slots": "auto"} | options
+        elif peer == MLX_VLM and nbytes:
+            others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
+            options = {"expert_cache_gb": max(0, nbytes - others) * CACHE_SHARE / 1e9}
+        arguments = peer, str(file), *text, limits, options
+        made, done = apart(sample_here, *arguments, what=given, nbytes=nbytes)
+        told |= {"peer": given, "file_nbytes": sum(p.stat().st_size for p in parts)}
+        return (made or {}) | told | {"limited_by": done.how, "killed": done.killed}
+
+    def words(nbytes):
+        return " to ".join(f"{n / 1e6:.0f} MB" for n in nbytes) or "no limit"
+
+    variants = {
+        f"{given}, {words(nbytes)}{name}": partial(run, given, text, nbytes)
+        for nbytes, (name, text), given in product(limits, texts.items(), ways)
+    }
+    settings = {"model": path.name, "tokens": tokens, "warmup_tokens": warmup}
+    settings |= {"feed": feed, "cache_state": "cold", "versions": versions()}
+    return records.interleave("against", variants, runs, settings, 0)
+
+
+def files(path, names=tuple(PACKAGES)):
+    """The files that each peer reads for a checkpoint, written under ``build/peers`` if missing."""
+    if missing := [name for name in names if not is_built(name)]:
+        raise OSError(f"{', '.join(missing)}: not under build/peers. Run make peers first.")
+    out = WORK / "files" / path.name
+    out.mkdir(parents=True, exist_ok=True)
+    made = {LLAMA_CPP: out / "model.gguf", MLX_VLM: out / "mlx-vlm"}
+    if LLAMA_CPP in names and not made[LLAMA_CPP].exists():
+        to_gguf.write(path, made[LLAMA_CPP])
+    if MLX_VLM in names and not made[MLX_VLM].exists():
+        _write_mlx_vlm(path, made[MLX_VLM])
+    return made | {MLX_LM: path, MOELAB: path}
+
+
+def _write_mlx_vlm(path, out):
+    """Write mlx-vlm's folder, whose other model_type stands for the model without vision tower."""
+    config = json.loads((path / "config.json").read_text())
+    own = {"model_type": f"{config['model_type']}_text", "quantization": config["quantization"]}
+    with tempfile.TemporaryDirectory(dir=out.parent) as temporary:
+        source, partial = Path(temporary, "source"), Path(temporary, "out")
+        source.mkdir()
+        for file in path.glob("*.*"):
+            (source / file.name).symlink_to(file.resolve())
+        (source / "config.json").unlink()
+        (source / "config.json").write_text(json.dumps(config["text_config"] | own))
+        words = ["mlx_vlm.moe_offload", "--build", str(source), "--out", str(partial)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(WORK)])}
+        subprocess.run([sys.executable, "-m", *words], env=environment, check=True)
+        partial.rename(out)
+
+
+def main(work, *words):
+    if work == "install":
+        return install()
+    out, *words = words
+    if work == "same":
+        return records.print_and_save("", same(), out)
+    path, text, runs, *words = words
+    counts, limits, ways = {}, [], []
+    for word in words:
+        if word.split("/")[0] in NAMES:
+            ways.append(word)
+        elif "=" in word:
+            name, _, n = word.partition("=")
+            counts[name] = int(n)
+        else:
+            limits.append([int(n) * 1_000_000 for n in word.split("-") if int(n)])
+    if text.replace(",", "").isdigit():
+        text = [int(n) for n in text.split(",")]
+    made = against(path, text, limits or [[]], int(runs), ways=ways or NAMES, **counts)
+    column = "tok_s" if isinstance(text, str) else "prefill_s"
+    records.print_and_save(records.group(made, column).round(2).to_string(), made, out)
+
+
+if __name__ == "__main__":
+    import peers  # so that new processes find the functions by this file's name
+
+    peers.main(*sys.argv[1:])

@@ -1,0 +1,164 @@
+"""Whole experts read cold through the engine's reader, against fio on the same file.
+
+    python data/recipes/reads.py OUT.json MODEL DEPTHS MEGABYTES ROUNDS
+
+DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. fio is left
+out if it is not installed. The kinds of reads:
+
+- ``experts``: all parts of each expert, parts that lie together in one read, as streaming reads
+  them: large weights and small scales, or one piece where the model is packed. Eight experts in a
+  call, as a layer asks for them.
+- ``experts, 32 a call``: as a prompt asks for them, so that fewer calls wait for a last read.
+- ``weights``: the weights alone.
+
+fio reads with the same sizes and depth and never waits: each thread reads one block at a time,
+through the page cache as we do (``buffered``) or past it (``direct``, blocks rounded to pages).
+"""
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from moelab.checkpoint import Checkpoint, mlx_lm_model
+from moelab.experts import expert_modules, locate_experts
+from moelab.lab import oscache, records
+from moelab.lab.models import folder
+from moelab.streaming.reading.ranges import Ranges
+from moelab.streaming.reading.reader import Reader
+from moelab.streaming.residency.bank import ranges
+
+WEIGHTS = "weights"
+A_CALL = {"experts": 8, "experts, 32 a call": 32, WEIGHTS: 8}  # experts in a call, by kind
+PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of so many bytes
+MOELAB, FIO_BUFFERED, FIO_DIRECT = "moelab", "fio buffered", "fio direct"
+
+
+def bench_reads(path, depths, nbytes, rounds):
+    """Read whole experts with each reader; a row is a run."""
+    path = folder(path)
+    file, layers = _experts_of_largest_file(path)
+    fio = shutil.which("fio")
+    pieces = {
+        kind: [
+            _pieces([t for t in parts if kind != WEIGHTS or t.name.endswith("weight")])
+            for parts in layers
+        ]
+        for kind in A_CALL
+    }
+    sizes = {k: sorted({t.nbytes for parts in its for t in parts}) for k, its in pieces.items()}
+    settings = {"model": path.name, "file": file.name, "cache_state": "cold", "fio": bool(fio)}
+    settings |= {"nbytes_a_run": nbytes, "block_sizes": sizes}
+
+    def run(by, kind, depth, i):
+        order = random.Random(f"0, {i}")
+        if by == MOELAB:
+            speed = _read_experts(file, pieces[kind], depth, nbytes, order, A_CALL[kind])
+        else:
+            direct, fio_seed = by == FIO_DIRECT, order.randrange(1 << 30)
+            speed = _fio(fio, file, pieces[kind][0], depth, nbytes, direct, fio_seed)
+        return {"reader": by, "kind": kind, "depth": depth, "bytes_per_s": speed}
+
+    variants = {
+        f"{by}, {kind}, {depth} in flight": partial(run, by, kind, depth)
+        for by, kind, depth in product((MOELAB, FIO_BUFFERED, FIO_DIRECT), A_CALL, depths)
+        if fio or by == MOELAB
+    }
+    return records.interleave("reads", variants, rounds, settings, 0, progress=True)
+
+
+def _experts_of_largest_file(path):
+    """The largest file with experts, and the parts of each layer's experts in it."""
+    checkpoint = Checkpoint(path)
+    model, _ = mlx_lm_model(checkpoint)
+    located = locate_experts(model, checkpoint)
+    file = max({t.files[0] for t in located.values()}, key=lambda f: f.stat().st_size)
+    here = {name: t for name, t in located.items() if t.files[0] == file}
+    layers = (
+        [t for name, t in here.items() if name.startswith(layer + ".")]
+        for layer, _ in expert_modules(model)
+    )
+    return file, [parts for parts in layers if parts]
+
+
+def _pieces(parts):
+    """Join parts that lie together on disk into one tensor."""
+    by_name = {t.name: t for t in parts}
+    return [
+        replace(by_name[names[0]], nbytes=sum(by_name[n].nbytes for n in names))
+        for names in ranges(by_name)
+    ]
+
+
+def _read_experts(file, layers, depth, nbytes, order, a_call):
+    """Bytes per second of distinct experts in random order, ``a_call`` of them in each call."""
+    places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
+    order.shuffle(places)
+    one = max(sum(t.nbytes for t in parts) for parts in layers)
+    places = places[: max(a_call, nbytes // one)]
+    buffers = [memoryview(bytearray(one)) for _ in range(a_call)]
+    for view in buffers:  # touch the memory, so that it is there before the clock starts
+        view[::PAGE_NBYTES] = b"\0" * len(view[::PAGE_NBYTES])
+    reader = Reader(depth)
+    try:
+        opened = reader.open(file)
+        oscache.drop_pages(file)
+        begin = time.perf_counter()
+        for first in range(0, len(places), a_call):
+            reads = []
+            for (parts, e), view in zip(places[first : first + a_call], buffers):
+                for t in parts:
+                    reads.append((opened, t.offsets[e], [view[: t.nbytes]]))
+                    view = view[t.nbytes :]
+            reader.read(Ranges.of(reads))
+        return reader.nbytes / (time.perf_counter() - begin)
+    finally:
+        reader.close()
+
+
+def _fio(fio, file, parts, depth, nbytes, direct, seed):
+    """Bytes per second of fio's random reads of these sizes, ``depth`` threads of one read each."""
+    sizes = [-(-t.nbytes // PAGE_NBYTES) * PAGE_NBYTES for t in parts]
+    split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
+    split[max(split)] += 100 - sum(split.values())
+    # Each thread has its own part, so that none finds another's blocks in the page cache.
+    part = file.stat().st_size // depth // max(sizes) * max(sizes)
+    options = {
+        "filename": file.resolve(),
+        "rw": "randread",
+        "ioengine": "psync",
+        "numjobs": depth,
+        "direct": int(direct),
+        "invalidate": 1,
+        "output-format": "json",
+        "size": part,
+        "offset_increment": part,
+        "io_size": nbytes // depth,
+        "randseed": seed,
+        "randrepeat": 0,
+        "bssplit": ":".join(f"{s}/{p}" for s, p in split.items()),
+        "fadvise_hint": 1,
+    }
+    command = [fio, "--name=moelab", "--readonly", "--thread", "--group_reporting"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+    if len(split) > 1:
+        # With one size fio can read every block once, as we do. With several it may read a block
+        # again, from the page cache.
+        command += [f"--blockalign={PAGE_NBYTES}", "--norandommap"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return float(json.loads(said[said.index("{") :])["jobs"][0]["read"]["bw_bytes"])
+
+
+def main(out, path, depths, megabytes, rounds):
+    made = bench_reads(path, [*map(int, depths.split(","))], int(megabytes) << 20, int(rounds))
+    told = records.group(made, "bytes_per_s") / 1e9
+    records.print_and_save(told.round(2).to_string(), made, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,225 @@
+"""Ways to load a model and decode, which ``bench`` measures: a mode, and with it a memory limit, a
+draft, a cold page cache, another layout of the model, or reads past the page cache.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx_lm.sample_utils import make_sampler
+
+from .. import StreamConfig, footprint, load, record
+from ..checkpoint import Checkpoint
+from ..streaming.config import SLOT_MODES
+from ..streaming.session import session_of
+from ..streaming.trace import Trace
+from . import oscache
+from .decode import decode, decode_drafted, encode, open_any
+from .models import folder
+
+RESIDENT = "resident, no limit"  # runs under a limit are compared with it
+COLD = ("no", "prompt", "token")  # when the checkpoint's pages are dropped: see ``Variant``
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to load a model and decode, which a bench measures."""
+
+    config: StreamConfig  # how to load the model
+    path: str | Path | None = None  # a folder with another layout; None: the bench's
+    limit_nbytes: int | None = None  # of the process, page cache included; None: no limit
+    draft: str | None = None  # one of ``decode.BUILT_IN``, or a draft's folder
+    num_drafts: int | str = "auto"  # tokens drafted in a round; ``auto``: the policy decides
+    # When the checkpoint's pages are dropped from the page cache: ``no``, never; ``prompt``, before
+    # the prompt and before the clock starts; ``token``, before each token.
+    cold: str = "no"
+
+    def __post_init__(self):
+        if self.cold not in COLD:
+            raise ValueError(f"cold: expected one of {', '.join(COLD)}, got {self.cold!r}")
+        if self.draft and self.cold == "token":
+            raise ValueError("cold: expected no or prompt with a draft, got token")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The columns that tell this variant's rows apart, without those it has no use for."""
+        drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
+        config, cache = self.config, {}
+        if config.mode in SLOT_MODES:
+            cache |= {} if config.asks_for_slots else {"slots": config.slots}
+            cache |= {} if config.policy == "auto" else {"policy": config.policy}
+        return {
+            "mode": config.mode,
+            **cache,
+            **({"top_k": config.top_k} if config.top_k else {}),
+            **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
+            **(drafts if self.draft else {}),
+            **({"cold": self.cold} if self.cold != "no" else {}),
+            **({} if config.reads == "auto" else {"direct": config.reads == "direct"}),
+        }
+
+
+def resident_like(base: StreamConfig | None = None) -> StreamConfig:
+    """Make the resident baseline of a config, with its dtype, top-k and kernels."""
+    base = base or StreamConfig()
+    return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
+
+
+def crossed(
+    configs: Mapping[str, StreamConfig],
+    limits: Sequence[int | None] = (None,),
+    draft: str | None = None,
+    lengths: Sequence[int | str] = (),
+    direct: Sequence[bool | None] = (None,),
+    layouts: Mapping[str, str | Path | None] = {"": None},
+    cold: str = "no",
+) -> dict[str, Variant]:
+    """Combine every mode, layout, limit, way to read and number of drafts (and none), by name.
+
+    With a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
+    """
+    out, drafts = {}, [None, *lengths] if draft else [None]
+    every = product(configs.items(), layouts.items(), limits, direct, drafts)
+    for (name, config), (layout, path), limit_nbytes, past, n in every:
+        if past and config.mode not in SLOT_MODES:
+            continue
+        past = past if config.mode in SLOT_MODES else None
+        if past is not None:
+            config = replace(config, reads="direct" if past else "cached")
+        words = [name, layout]
+        words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
+        words += [] if past is None else ["past the page cache" if past else "page cache"]
+        words += [] if n is None else ["policy" if n == "auto" else f"{n} drafts"]
+        drafted = {} if n is None else {"draft": draft, "num_drafts": n}
+        made = Variant(config, path, limit_nbytes, cold=cold, **drafted)
+        out[", ".join(filter(None, words))] = made
+    if any(limits) and configs:
+        first = next(iter(configs.values()))
+        out = {RESIDENT: Variant(resident_like(first))} | out
+    return out
+
+
+def resolved(variants):
+    """The variants with the kernels that ``auto`` stands for, the same in all of them."""
+    given = {name: v.config for name, v in variants.items()}
+    made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
+    by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
+    if len(by_kernels) > 1:
+        raise ValueError(
+            f"bench: expected the same kernels in every mode, got fast in {by_kernels['fast']!r} "
+            f"and mlx in {by_kernels['mlx']!r}, which sets another dtype. Set them: "
+            "kernels=mlx, or /kernels=mlx behind each mode."
+        )
+    return made
+
+
+class Opened:
+    """A variant's model and draft, loaded."""
+
+    def __init__(self, path: Path, variant: Variant):
+        self.variant, self.path = variant, folder(variant.path) if variant.path else path
+        before = mx.get_active_memory()
+        self.model, self.tokenizer = load(self.path, variant.config)
+        self.make_draft = None
+        if variant.draft:
+            self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
+        self.nbytes = mx.get_active_memory() - before
+
+    def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
+        """The columns of a run."""
+        model, variant, disk = self.model, self.variant, []
+        drop = partial(oscache.drop_pages, self.path) if variant.cold != "no" else None
+        if feed:
+            ids, fed = texts_of(feed, warmup + tokens, self.path)
+        else:
+            is_text = isinstance(prompt, str)
+            ids, fed = encode(self.tokenizer, prompt) if is_text else list(prompt), None
+        amount = {"tokens": tokens, "warmup": warmup}
+        if variant.config.prefetch == "oracle":
+            with record(model) as trace:
+                decode(model, ids, **amount, feed=fed)
+            session_of(model).prefetcher.set_trace(trace)
+            if drop or variant.limit_nbytes:  # the pages that it read
+                oscache.drop_pages(self.path)
+
+        def before_clock():
+            if drop:
+                drop()
+            disk.append(oscache.disk_read_nbytes())
+
+        given = {**amount, "before_clock": before_clock, "before_prompt": drop}
+        given["sampler"] = make_sampler(temp) if temp else None
+        if self.make_draft:
+            is_oracle = variant.draft == "oracle"  # an oracle needs the text beforehand
+            mx.random.seed(seed)
+            text = (
+                decode(model, ids, **amount, sampler=given["sampler"]).tokens if is_oracle else []
+            )
+            draft, number = self.make_draft(ids, text), variant.num_drafts
+        mx.random.seed(seed)
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        if self.make_draft:
+            ran = decode_drafted(model, ids, draft, number, **given)
+        else:
+            ran = decode(
+                model,
+                ids,
+                **given,
+                feed=fed,
+                before_token=drop if variant.cold == "token" else None,
+            )
+        disk.append(oscache.disk_read_nbytes())
+        peak, taken, counters = mx.get_peak_memory(), session_of(model), asdict(ran.counters)
+        del counters["tokens"]
+        row = {
+            "prompt_tokens": len(ids),
+            "tokens": ran.tokens,
+            "prefill_s": ran.prefill_s,
+            "decode_tokens": ran.decode_tokens,
+            "decode_s": ran.decode_s,
+            "step_s": ran.step_s,
+            **counters,
+            "held_nbytes": self.nbytes,
+            **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
+            "peak_nbytes": self.nbytes + peak - before,
+            "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
+            "rss_end_nbytes": psutil.Process().memory_info().rss,
+            **({"plan": taken.plan.reason, "slots": taken.plan.slots} if taken.plan else {}),
+            **variant.facts,
+        }
+        if ran.rounds:
+            drafted, accepted, draft_s, verify_s = zip(*ran.rounds)
+            with_drafts = [a + 1 for d, a in zip(drafted, accepted) if d]
+            row |= {
+                "rounds": len(ran.rounds),
+                "drafted": sum(drafted),
+                "accepted": sum(accepted),
+                "committed": with_drafts,
+                "draft_s": sum(draft_s),
+                "verify_s": sum(verify_s),
+            }
+        return row
+
+
+def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
+    """The prompt of a trace's file, and the ``num`` tokens or more that follow it."""
+    trace, config = Trace.load(feed), Checkpoint(model_path).config
+    ids, first = trace.tokens.tolist(), int((trace.phase == "prefill").sum())
+    if not first or len(ids) - first < num:
+        raise ValueError(
+            f"--feed {feed}: expected a prompt and {num} tokens behind it (--warmup and --tokens), "
+            f"got {first} and {len(ids) - first}. Take fewer tokens or another trace."
+        )
+    size = config.get("text_config", config)["vocab_size"]
+    if max(ids) >= size:
+        raise ValueError(
+            f"--feed {feed}: expected tokens below {size}, the vocabulary of {model_path}, got "
+            f"{max(ids)}. Take a trace of a model with the same tokenizer."
+        )
+    return ids[:first], ids[first : first + num]
