@@ -31,7 +31,8 @@ class Form(NamedTuple):
 
 
 # By the name of a function that a layer's module imports; ``ssm_step`` is a layer's method. Where a
-# family's recurrence is not here ``rollback`` restores, and ``test_rollback`` fails.
+# family's recurrence is not here ``rollback`` restores, and ``tests/speculation/test_rollback.py``
+# fails until ``tests/helpers/recurrent.py`` names the family.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),

@@ -2,7 +2,8 @@
 
 A new family of mlx-lm with ``SwitchGLU`` or ``SwitchMLP`` modules (``moelab/experts.py``) needs its
 name for K in ``TOP_K_KEYS``, and its settings in ``tests/helpers/families.py``: the tests fail
-until they are there, then run it in every mode.
+until they are there, then run it in every mode. If it is recurrent, see also ``RECURRENCES`` in
+``moelab/speculation/recurrence.py``.
 """
 
 import zlib

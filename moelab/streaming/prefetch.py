@@ -1,7 +1,8 @@
 """Prefetching: while one layer runs, a prefetcher guesses which experts another layer will need.
 
-Background threads read them, after all reads that a layer waits for; reads that have not begun when
-the guessed layer is called are cancelled. A guess evicts experts of its layer, but none it names.
+They are read past the page cache at once, or by background threads after all reads that a layer
+waits for. Threads' reads that have not begun when the guessed layer is called are cancelled. A
+guess evicts experts of its layer, but none it names.
 """
 
 import mlx.core as mx
