@@ -289,8 +289,7 @@ class Serial(StreamedExperts):
         for e in parts.of_expert:
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
-                self.session.reader.check_open()
-                self.session.reader.read_here(bank.reads({e: 0}))  # one range after another
+                self.session.reader.read_in_turn(bank.reads({e: 0}))
             bank.arrived(e, 0)
             self.session.counting.now.misses += 1
             mx.eval(parts.add(Arrived({e: 0}, bank)))

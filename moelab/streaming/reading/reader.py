@@ -151,6 +151,11 @@ class Reader:
         """Read all ranges and return when they have arrived."""
         self.finish(self.start(ranges))
 
+    def read_in_turn(self, ranges: Ranges) -> None:
+        """Read one range after another, and return when the last one has arrived."""
+        self.check_open()
+        self.read_here(ranges)
+
     def in_background(self, work: Callable, *args, threads: int = 1) -> None:
         """Call ``work`` on so many other threads. A ``Job`` calls ``give_way`` before each read."""
         if self._background is None:

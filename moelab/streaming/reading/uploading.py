@@ -119,6 +119,10 @@ class UploadingReader(Reader):
         if reads.memory is not None:
             (self._copying if reads.is_in_graph else self._free).append(reads.memory)
 
+    def read_in_turn(self, ranges: Ranges) -> None:
+        for one in ranges:
+            self.read(one)
+
     def stop(self) -> None:
         super().stop()
         for memory in self._memory:
