@@ -34,7 +34,7 @@ peers: $(READY)
 	$(BIN)/python data/recipes/peers.py install
 
 # Two parts at a time, the longest first: MLX uses one core for each on a CPU.
-PARTS := test-lab test-notebooks test-streaming test-speculation test-files
+PARTS := test-notebooks test-streaming test-files test-lab test-speculation
 
 test: $(READY)
 	$(MAKE) -k -j2 $(PARTS)
