@@ -229,7 +229,7 @@ def _prompts(provider, args):
     if ranks:  # all keep the same prompts
         args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
         arguments.compare_arguments(ranks, args)
-    # Prompts leave free what the caches reserve and what ``Room`` keeps free when it decodes.
+    # Prompts leave free what is reserved for caches, and what ``Room`` keeps free in each call.
     free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
     return Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
 

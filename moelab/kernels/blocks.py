@@ -50,9 +50,9 @@ class Recurred(NamedTuple):
 
 
 class Block(Watched):
-    """Mixed into a block of mlx-lm: ``of`` is its class there and that class's original call.
+    """Mixed into a class of mlx-lm's blocks; ``of`` is that class and its original call.
 
-    ``called``: names and functions that its Python module had when this class was made.
+    ``called``: the functions that mlx-lm's Python module had when this class was made, by name.
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

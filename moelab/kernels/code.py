@@ -98,7 +98,7 @@ def address(a: np.ndarray | None) -> int:
 
 
 def check(shape: tuple[int, ...], **arrays: np.ndarray | mx.array | None) -> None:
-    """Raise ValueError if an array that a caller can change is not float32 of this shape."""
+    """Raise ValueError if one of these arrays is given and is not float32 of this shape."""
     for name, a in arrays.items():
         if a is not None and (a.shape != shape or a.dtype not in FLOAT32):
             kind = str(a.dtype).removeprefix("mlx.core.")

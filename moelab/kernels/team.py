@@ -21,8 +21,8 @@ from . import code
 from .code import I32, I64, Code, Kernel, ir
 
 SPIN_S = 2e-4
-# Multiplications and additions of a job. One thread does less than this in the time that the team
-# takes to begin.
+# The fewest multiplications and additions of a shared job. One thread does fewer in the time that
+# the team takes to begin.
 SHARED_WORK = 100_000
 PIECES = 4  # for each thread: who is held up does fewer
 YIELD_SPINS = 64  # looks for work between two offers of the core to other threads

@@ -1,7 +1,7 @@
 """mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
 
 On CUDA mlx-lm loops over the tokens, with several launches for each token in every layer. Here one
-warp computes each row of the state of that recurrence (Yang et al., arXiv 2412.06464).
+warp computes each row of the state of this rule (Yang et al., arXiv 2412.06464).
 """
 
 from functools import cache

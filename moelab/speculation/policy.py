@@ -171,7 +171,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # While one number is measured, it stands for all: a block draft makes any in one pass.
+        # While only one number has times, they stand for all: a block draft makes any in one pass.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:

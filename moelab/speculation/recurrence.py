@@ -180,7 +180,7 @@ class Recorder:
     def install(self) -> None:
         """Begin to record."""
         if self._is_block:
-            object.__setattr__(self.layer, "recorder", self)  # no change of the layer
+            object.__setattr__(self.layer, "recorder", self)  # unseen by ``Watched``
         else:
             self._install_hooks()
 

@@ -27,7 +27,8 @@ from .residency.bank import can_empty
 # (tokenizer, libraries' pages, freed memory that is kept, kernels). It took 88 MB, and 111 where it
 # compiled the kernels in place of loading them.
 PROCESS_NBYTES = 110_000_000
-# On a GPU the process is in other memory. There MLX took 70 to 143 MB beside the planned arrays.
+# On CUDA the plan's memory is the GPU's, where the process is not. There MLX took 70 to 143 MB
+# beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. In a cgroup nothing is,
 # as they do not share its limit.

@@ -1,6 +1,6 @@
-"""Reads past the page cache that Linux makes while the thread that began them goes on.
+"""Asynchronous reads past the page cache: the thread that begins them goes on meanwhile.
 
-They need no thread (``io_submit``). The bytes come into a buffer that stays in the processor's
+Linux makes them without a thread (``io_submit``). The bytes come into a buffer that stays in the processor's
 cache, and they are copied to their slots when somebody asks whether they have arrived.
 """
 
