@@ -115,7 +115,7 @@ class Provider(server.ModelProvider):
         if draft is not None or not config.asks_for_slots or args.kv_bits is not None:
             return config
         alone = plan(path, config, trust_remote_code=args.trust_remote_code)
-        # While mlx-lm reads prompts, all texts but one may decode; the plan has memory for one text.
+        # While mlx-lm reads prompts, all texts but one may decode. The plan has memory for one.
         more = args.decode_concurrency + min(args.prompt_concurrency, args.decode_concurrency) - 2
         if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
             # Leave out one text that would fit, since the available memory changes.

@@ -1,7 +1,7 @@
 """Asynchronous reads past the page cache: the thread that begins them goes on meanwhile.
 
-Linux makes them without a thread (``io_submit``). The bytes come into a buffer that stays in the processor's
-cache, and they are copied to their slots when somebody asks whether they have arrived.
+Linux makes them without a thread (``io_submit``). The bytes come into a buffer that stays in the
+processor's cache, and they are copied to their slots when somebody asks whether they have arrived.
 """
 
 import ctypes

@@ -89,7 +89,7 @@ class Residency:
                 self._read_ahead(layer, range(layer.num_experts), memory_available() // 2)
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
-        """The slots of a call, ``[..., K]`` as its experts; None if the host must know the experts."""
+        """The slots of a call's experts, ``[..., K]``; None if the host must know the experts."""
         layer = self.layers[i]
         if self.prefetches or indices.shape[-1] > self._top_k:
             return None
