@@ -330,7 +330,7 @@ class Experts(Block):
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
     def fits(self) -> list | None:
-        """Matrices of the router and the shared expert's gate; None if this way does not fit."""
+        """Matrices of the router and of the shared expert's gate; None if MLX must compute them."""
         gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 

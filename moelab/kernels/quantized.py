@@ -260,7 +260,7 @@ class _Product(Code):
         def work(i, held):
             return [self.add(held[0], self.mul(field(i, 8), field(i, 9)))]
 
-        # Pieces are equal stretches of the tasks' work in a row, so a thread reads memory in order.
+        # Each piece is an equal, unbroken share of all tasks' work: a thread reads memory in order.
         begin, end = self.share(self.loop(I64(0), n, 1, work, [I64(0)])[1][0])
 
         def task(i, held):

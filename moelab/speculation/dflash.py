@@ -78,7 +78,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """A draft's default layers of its target: evenly from 1 to L - 3; a single one is L // 2."""
+    """The target's layers that a draft reads by default: spread from 1 to L - 3; if one, L // 2."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)

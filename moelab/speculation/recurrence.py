@@ -1,7 +1,7 @@
 """Tapes of what recurrent layers do in a pass: their caches after any number of its tokens.
 
-While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. From it
-the cache's arrays after the first n tokens follow without weights and without experts.
+While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. A tape
+computes the cache's arrays after the first n tokens; it needs no weights and no experts for that.
 """
 
 import inspect

@@ -79,7 +79,7 @@ def build_model(
 
 
 def _find_top_k(config, model=None):
-    """The dictionary where K is or would be, its key, K; from ``model`` if ``config`` has none."""
+    """K, if the configuration or else the built model names it: (dictionary to set, key, K)."""
     text = config.get("text_config") or {}
     said = [(text, text), (config, config)]
     if model is not None:

@@ -226,7 +226,7 @@ def mentions_experts() -> set[str]:
 
 
 def discover() -> set[str]:
-    """The mlx-lm model files with ``Model`` and ``ModelArgs`` that use SwitchGLU or SwitchMLP.
+    """mlx-lm's model files that have a ``Model`` and use SwitchGLU or SwitchMLP.
 
     A file uses them if it imports one of the two, or anything from a file that uses them.
     """
