@@ -11,7 +11,6 @@ seconds over this tree's: above 1, this tree is faster.
 
 import argparse
 import json
-import random
 import statistics
 import sys
 import time
@@ -52,7 +51,7 @@ def measure(model_path, options, tokens, warm, prompts):
 
 def run(tree, arguments, nbytes):
     """The seconds of one run in a new process, which imports moelab from ``tree``."""
-    from moelab.lab import limit, oscache
+    from moelab.lab import limit, oscache  # not in the child: OTHER may lack them
 
     if nbytes:
         oscache.drop_pages(arguments[0])
@@ -64,6 +63,8 @@ def run(tree, arguments, nbytes):
 
 
 def main():
+    from moelab.lab.records import group, interleave, paired, summary
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,17 +81,17 @@ def main():
         options[name] = int(value) if value.isdigit() else value
     prompts = [int(n) for n in args.prompts.split(",") if n]
     arguments = [str(args.model.resolve()), options, args.tokens, args.tokens // 5, prompts]
-    trees, seconds = {"other": args.other.resolve(), "this": ROOT}, {"other": [], "this": []}
-    for _ in range(args.rounds):
-        for name in random.sample(list(trees), 2):
-            nbytes = args.limit and args.limit * 1_000_000
-            seconds[name].append(run(trees[name], arguments, nbytes))
-    for what in seconds["this"][0]:
-        a, b = ([row[what] for row in seconds[name]] for name in trees)
-        q = statistics.quantiles([x / y for x, y in zip(a, b, strict=True)], n=4)
+    nbytes = args.limit and args.limit * 1_000_000
+    trees = {"other": args.other.resolve(), "this": ROOT}
+    ways = {name: lambda _, tree=tree: run(tree, arguments, nbytes) for name, tree in trees.items()}
+    made = interleave("trees", ways, args.rounds, progress=True)
+    print(made.attrs["machine"])
+    for what in made.select_dtypes("float"):
+        medians = group(made, what)["median"] * 1e3
+        q = summary(paired(made, "other", "this", what))
         print(
-            f"{what:14s} other {statistics.median(a) * 1e3:9.2f} ms  this "
-            f"{statistics.median(b) * 1e3:9.2f} ms  other/this {q[1]:.3f} [{q[0]:.3f}, {q[2]:.3f}]"
+            f"{what:14s} other {medians['other']:9.2f} ms  this {medians['this']:9.2f} ms  "
+            f"other/this {q['median']:.3f} [{q['p25']:.3f}, {q['p75']:.3f}] n={q['n']:.0f}"
         )
 
 
