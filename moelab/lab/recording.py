@@ -206,7 +206,7 @@ measures a part again. A record is a header (command, commit, machine, load, set
 one for each sample: `moelab.lab.records.read(NAME)` gives it as a pandas table. The tables below
 have medians [quartiles] of n samples.
 
-Checkpoints that commands name:
+In commands `{out}` is the file of the record, and other words in braces are checkpoints:
 """
 
 
