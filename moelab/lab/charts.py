@@ -16,7 +16,7 @@ from .plots import style  # imported first: its error says which package to inst
 
 # isort: split
 import plotly.graph_objects as go
-from IPython.display import display
+from IPython.display import Markdown, display
 from plotly.subplots import make_subplots
 
 if TYPE_CHECKING:
@@ -126,8 +126,12 @@ def lines(
     ceilings: Mapping[str, float] = {},
     marks: bool = True,
     percent: bool = False,
+    chosen: float | None = None,
 ) -> go.Figure:
-    """Draw a line for each value of ``by``: medians over x, with quartiles as whiskers."""
+    """Draw a line for each value of ``by``: medians over x, with quartiles as whiskers.
+
+    A ring marks each line's point at the x that a slider has ``chosen``.
+    """
     series = _grouped(samples, y, x, by)
     fig = _figure(samples, series, title, *axes, note, height=360)
     words, top = [], list(ceilings.values())
@@ -137,6 +141,10 @@ def lines(
             fig.data[-1].mode = "lines"
         words.append(_told(name, [_series(points)]))
         top += [np.percentile(p, 75) for p in points.values()]
+        if chosen in points:
+            ring = {"size": 16, "color": style.GREY, "symbol": "circle-open", "line_width": 3}
+            at = {"x": [chosen], "y": [np.median(points[chosen])], "marker": ring}
+            fig.add_scatter(**at, mode="markers", name="chosen", showlegend=False)
     starts = [np.median(next(iter(points.values()))) for points in series.values()]
     for label, value in ceilings.items():
         room = 0.1 * max(top)  # room for a label above the line
@@ -182,6 +190,11 @@ def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
     """Show a table, its index as the first column; ``form`` is a format, or one by column."""
     plain = frame.to_string() if len(frame) else "nothing"
     display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
+
+
+def say(text: str) -> None:
+    """Show a sentence of Markdown that a cell made of its numbers."""
+    display(Markdown(text))
 
 
 def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:

@@ -16,12 +16,9 @@ would end a table's cell. It may use ``read``, ``group``, ``ratios``, ``ratio`` 
 
 import json
 import re
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from . import records
 
@@ -32,17 +29,6 @@ VALUE = r"-?\d+(?:[.,]\d+)*(?:e-?\d+)?(?: ?\[-?[\d.,]*\d, -?[\d.,]*\d\])?"  # 1,
 COMMENT = re.compile(
     rf"(?P<value>{VALUE})?<!--(?::(?P<code>.+?)-->\n?|(?:=(?P<cited>.+?)|given)-->)", re.S
 )
-
-
-def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
-    """The median of some numbers, each multiplied by ``scale``."""
-    return format(np.median(samples) * scale, form)
-
-
-def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
-    """The median of some numbers and their quartiles: ``"1.5 [1.0, 2.0]"``."""
-    low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
-    return f"{mid} [{low}, {high}]"
 
 
 def times(table: "DataFrame", over: str, under: str, form: str = ".1f") -> str:
@@ -127,4 +113,4 @@ def main(*files: str) -> int:
     return 0
 
 
-NAMES = records.NAMES | {"m": m, "q": q, "times": times, "claimed": claimed}
+NAMES = records.NAMES | {"m": records.m, "q": records.q, "times": times, "claimed": claimed}

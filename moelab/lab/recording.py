@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import DATA
-from . import cite, records
+from . import records
 from .machine import card, card_line
 
 if TYPE_CHECKING:
@@ -252,4 +252,4 @@ def _cell(values):
     if values.empty:
         return "-"
     one, *more = values.astype(float).unique()
-    return cite.q(values, ".3g") if more else f"{one:.3g}"
+    return records.q(values, ".3g") if more else f"{one:.3g}"

@@ -179,6 +179,17 @@ def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "D
     return samples.assign(ratio=ratio)
 
 
+def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
+    """Write the median of some samples, each multiplied by ``scale``."""
+    return format(np.median(samples) * scale, form)
+
+
+def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
+    """Write the median of some samples and their quartiles: ``"1.5 [1.0, 2.0]"``."""
+    low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
+    return f"{mid} [{low}, {high}]"
+
+
 def interval(samples: Sequence[float]) -> dict[str, float]:
     """An interval of the median: the sign test's, from one of the sorted samples to another.
 

@@ -158,13 +158,18 @@ def _replace(old, new: dict):
     old.update({**gone, **new}, overwrite=True)
 
 
-def explore(fn: Callable, *, run_button: bool = False, **controls) -> Explorer:
+def explore(
+    fn: Callable, *, extremes: Iterable[dict] = (), run_button: bool = False, **controls
+) -> Explorer:
     """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first one.
 
     ``fn`` takes the controls' values by name and returns a figure from ``style.describe``; it holds
-    no widget, so that a test can call it. With ``run_button`` it runs when that is pressed.
+    no widget, so that a test can call it. It is called for the ``extremes`` too, dicts of values
+    that take the place of the first ones: the axes hold all these figures. With ``run_button`` it
+    runs when that is pressed.
     """
-    first = fn(**{name: control.value for name, control in controls.items()})
+    values = {name: control.value for name, control in controls.items()}
+    first, *_ = (fn(**values | extreme) for extreme in ({}, *extremes))
     explorer = Explorer(fn, controls, first, run_button)
     # One output of two kinds: live where a kernel runs, the first figure on a page without one.
     still = {
