@@ -10,8 +10,11 @@ import tomllib
 
 import nbformat
 import pytest
+import readme
 import yaml
 from committed import NOTEBOOKS, ROOT
+
+from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
 DROPPED = ROOT / "docs/did_not_work.md"  # may have numbers: of code that is gone, with sources
@@ -57,6 +60,11 @@ def typed(text):
     marks = re.findall(r"<!--.{,30}", text)
     text = re.sub(NAMED, "name", re.sub(r"<!--.*?-->", "", text, flags=re.S))
     return marks + [m[0] for m in re.finditer(rf".{{,30}}(?:{MEASURED}).{{,15}}", text)]
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_records(monkeypatch):
+    monkeypatch.setattr(shipped, "DATA", ROOT / "data")
+    assert readme.filled(README.read_text()) == README.read_text(), "make numbers"
 
 
 @pytest.mark.parametrize("path", [README, GUIDE, *NOTEBOOKS], ids=lambda path: path.stem)
