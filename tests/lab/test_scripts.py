@@ -24,7 +24,7 @@ def test_words_arrive():
     assert parse(["cite"])[1] == [] and parse(["call", "m:f", "[]"])[1] == ["m:f", "[]"]
 
 
-@pytest.mark.parametrize("words", [[], ["nonsense"], ["placements"], ["placements", "o", "more"]])
+@pytest.mark.parametrize("words", [[], ["nonsense"], ["memory"], ["memory", "o", "more"]])
 def test_words_that_cannot_be(words, capsys):
     with pytest.raises(SystemExit) as stop:
         main(words)
