@@ -129,6 +129,8 @@ class Opened:
         if variant.draft:
             self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
         self.nbytes = mx.get_active_memory() - before
+        config = session_of(self.model).config
+        self.predicted_nbytes = footprint(self.path, config).total_nbytes
 
     def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
         """The columns of a run."""
@@ -188,7 +190,7 @@ class Opened:
             "held_nbytes": self.nbytes,
             **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
             "peak_nbytes": self.nbytes + peak - before,
-            "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
+            "predicted_nbytes": self.predicted_nbytes,
             "rss_end_nbytes": psutil.Process().memory_info().rss,
             **({"plan": taken.plan.reason, "slots": taken.plan.slots} if taken.plan else {}),
             **variant.facts,
