@@ -7,7 +7,7 @@ import pytest
 
 from moelab import DATA, StreamConfig, kernels, plan
 from moelab.kernels import code
-from moelab.lab import charts, machine, preset, records
+from moelab.lab import charts, check, machine, preset, records
 from moelab.lab.plots import choice, explore, show, slider, style
 
 
@@ -126,13 +126,13 @@ def test_a_figure_is_as_high_as_its_bars_and_titles_need():
 
 
 def test_check_says_what_to_do(monkeypatch, capsys):
-    assert machine.check() in (True, False)
+    assert check.check() in (True, False)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) >= 6 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
     assert any("mlx and fast" in line for line in lines) == kernels.available()
-    monkeypatch.setattr(machine, "MIN_MEMORY_NBYTES", 1 << 60)
+    monkeypatch.setattr(check, "MIN_MEMORY_NBYTES", 1 << 60)
     monkeypatch.setattr(code, "llvm", None)
-    assert not machine.check()
+    assert not check.check()
     assert "[fail] memory" in (out := capsys.readouterr().out) and "-> " in out
     assert "pip install llvmlite" in out or mx.default_device() != mx.cpu
 
@@ -141,7 +141,7 @@ def test_check_plans_a_model(monkeypatch, capsys):
     """The slots that the commands take, with the reason, and what they hold; or why none fit."""
     model = DATA / "models/tiny-moe"
     want = plan(model, StreamConfig(lazy_logits=True))
-    assert machine.check(model) in (True, False)
+    assert check.check(model) in (True, False)
     *_, blocks, chosen, held = capsys.readouterr().out.splitlines()
     assert ("blocks in one piece: 8 DecoderLayer, 8 " in blocks) == kernels.available()
     assert chosen.startswith("[ok] tiny-moe, ")
@@ -150,7 +150,7 @@ def test_check_plans_a_model(monkeypatch, capsys):
     assert f"the slots hold {all_experts:.0f} MB of {all_experts:.0f} MB" in held
     assert f"a token needs {all_experts / 8:.0f} MB" in held
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (10**8, 5 * 10**7))
-    assert not machine.check(model)
+    assert not check.check(model)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("[fail] ") and "expected at least 1" in last
     assert "got 100 MB (50 MB more left to the system) -> Close other programs" in last

@@ -1,0 +1,65 @@
+"""Make ``data/traces/published``: what three published models routed to, as BigMoeOnEdge recorded.
+
+    git clone https://github.com/Helldez/BigMoeOnEdge
+    python data/recipes/published_traces.py BigMoeOnEdge
+
+Reads the files of one commit of that clone (a bare one will do). See the folder's README.
+"""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from moelab import DATA, Trace
+
+COMMIT = "2d4f2b11db128cbe32da738ce114c0479542f458"
+FOLDER = "docs/bench-data/2026-07-15-route-trace"
+PROMPT = "Explain how a mixture-of-experts model decides which experts handle each token."
+# The file made, that of the source, and the model with its own top-k in place of the recorded one.
+TRACES = {
+    "qwen3-30b-a3b": ("qwen", "Qwen3-30B-A3B-Q4_K_M, top-6 in place of 8"),
+    "gemma-4-26b-a4b": ("gemma", "gemma-4-26B-A4B-it-Q4_K_M, top-6 in place of 8"),
+    "gpt-oss-120b": ("gptoss", "gpt-oss-120b-Q4_K_M, top-2 in place of 4"),
+}
+
+
+def committed(clone, path) -> str:
+    """The text of a file of the commit."""
+    return subprocess.check_output(["git", "-C", clone, "show", f"{COMMIT}:{path}"], text=True)
+
+
+def decoded(text) -> tuple[np.ndarray, int]:
+    """The experts ``[T, L, K]`` of a route trace's decoded tokens in the router's order, and E."""
+    about = next(line for line in text.splitlines() if line.startswith("# model="))
+    sizes = dict(word.split("=") for word in about.split() if word.count("=") == 1)
+    L, E, K = (int(sizes[name]) for name in ("n_layer", "n_expert", "n_expert_used"))
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
+    rows = [row for row in csv.DictReader(lines) if row["phase"] == "1"]
+    first = int(rows[0]["step"])
+    T = int(rows[-1]["step"]) - first + 1
+    experts = np.full((T, L, K), E)
+    for row in rows:
+        place = int(row["step"]) - first, int(row["layer"]), int(row["slot"])
+        assert experts[place] == E, f"two experts at {place}"
+        experts[place] = int(row["expert"])
+    assert experts.max() < E, "a token has fewer than K experts in a layer"
+    assert np.diff(np.sort(experts, axis=-1), axis=-1).all(), "a token has an expert twice"
+    return experts, E
+
+
+def main(clone, out=DATA / "traces" / "published"):
+    for name, (source, model) in TRACES.items():
+        experts, E = decoded(committed(clone, f"{FOLDER}/{source}.route.csv"))
+        T = len(experts)
+        no_ids = np.zeros(T, np.int64)
+        trace = Trace(experts, np.full(T, "decode"), no_ids, E, model, None, PROMPT)
+        trace.save(Path(out) / f"{name}.npz")
+        print(trace)
+    (Path(out) / "LICENSE").write_text(committed(clone, "LICENSE"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
