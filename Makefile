@@ -2,7 +2,7 @@
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in 12 minutes
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
-#   make numbers   fills the numbers that documents cite in from data/results, and writes its page
+#   make numbers   writes the README's numbers anew from the records in data/results
 #   make test   tests every module, every mode and every notebook, in ten minutes
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
@@ -22,12 +22,11 @@ run: $(READY)
 
 # On a quiet machine and a commit of its own: a record that other work disturbed is not kept.
 records: $(READY)
-	$(BIN)/python -m moelab.lab records $(PART)
+	$(BIN)/python data/recipes/records.py $(PART)
 
-# The numbers of README and notebooks, filled in from the records, and the page of records.
+# The README's block of numbers.
 numbers: $(READY)
-	$(BIN)/python -m moelab.lab cite README.md notebooks/*.ipynb
-	$(BIN)/python -m moelab.lab records page
+	$(BIN)/python data/recipes/readme.py
 
 # What people use instead, from PyPI into build/peers: llama.cpp is compiled, in five minutes.
 peers: $(READY)

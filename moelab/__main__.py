@@ -14,7 +14,7 @@ import textwrap
 INTERRUPTED = 130  # the exit status after Ctrl-C
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
-    "check": ("lab.machine", "does this machine have what it takes?"),
+    "check": ("lab.check", "does this machine have what it takes?"),
     "generate": ("commands.generate", "continue a prompt"),
     "cache-prompt": ("commands.cache_prompt", "read how prompts begin once, for generate to go on"),
     "chat": ("commands.chat", "talk in a terminal"),

@@ -27,7 +27,7 @@ from moelab.__main__ import COMMANDS, main
 from moelab.commands import cache_prompt, chat, generate, repack, serve, synthesize
 from moelab.commands.arguments import flag
 from moelab.commands.stream_options import STREAM_OPTIONS
-from moelab.lab import machine
+from moelab.lab import check
 from moelab.lab.experiments import bench, plan
 from moelab.streaming.config import MODES
 
@@ -45,7 +45,7 @@ VALUES = {flag(name): other(name, option) for name, option in STREAM_OPTIONS.ite
 AUTO = {name: v for name, v in VALUES.items() if BY_FLAG[name].for_auto}  # slots auto goes by it
 STREAM = {name: v for name, v in VALUES.items() if name not in AUTO}
 WORK = (  # what a command calls to do its work
-    (machine, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
+    (check, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
     (cache_prompt, "cache_prompt"), (bench, "measure"), (plan, "advise"), (plan, "describe"),
     (synthesize, "synthesize"), (repack, "repack"),
 )  # fmt: skip
@@ -305,7 +305,7 @@ def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, capsys):
     if change:
         change(path)
     monkeypatch.setattr("moelab.repack._Layer.write", interrupt)
-    monkeypatch.setattr(machine, "DATA", tmp_path)
+    monkeypatch.setattr(check, "DATA", tmp_path)
     got = run(capsys, *command.replace("{}", str(path)).split())
     assert code in (None, got.code) and re.search(said, got.said), got.said
 

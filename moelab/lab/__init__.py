@@ -2,8 +2,7 @@
 
     lab/experiments/   what commands and several notebooks measure; the rest stands in the cells
     lab/records.py     the one loop, the one form of a record, what follows from it
-    lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/cite.py: numbers in prose
-    lab/recording.py   all records again; lab/plots/: the look, sliders, pages
+    lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/plots/: look, sliders, pages
     lab/*.py           instruments: decoding, page cache, memory limit, texts
 
 Experiments import instruments and charts, never the other way.

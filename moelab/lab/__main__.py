@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
-    "cite": ("cite", "fill in the numbers that documents cite from records"),
     "community": ("experiments.share", "the page of the speeds that people sent"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
     "exactness": ("experiments.exactness", "logits of every mode beside the resident model's"),
@@ -22,9 +21,7 @@ SCRIPTS = {  # name: its module, what it does
     "own": ("experiments.your_machine", "our own speeds, beside those that costs predict"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "passes": ("experiments.verify", "what a pass over several positions costs"),
-    "placements": ("experiments.several_machines", "where experts lie on machines, replayed"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
-    "records": ("recording", "measure records of data/records.toml again, by part or name"),
     "timeline": ("experiments.timeline", "what runs when in a token"),
 }
 

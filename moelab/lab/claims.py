@@ -1,12 +1,15 @@
-"""The claims that the lab settles: ``data/claims.json``, and the verdicts that follow from records.
+"""The claims of others that the lab settles: ``data/claims.json``; verdicts follow from records.
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
 ``cannot``, why it cannot be tested here, or ``figures``: for each regime, by name, an expression
 over ``records.NAMES`` and its gate, ``least`` or ``most``, to be fixed before the run. It gives
-samples, whose median gets the interval of ``records.interval``, or one number, which was counted. A
-regime confirms its claim if the whole interval keeps to the gate, refutes it if none of it does,
-and is open else. A regime whose record is missing, older than its command, or only a trial, is
-open, too. The verdict is what all regimes say.
+samples, whose median gets the interval of ``records.interval``, or one number, which was counted.
+
+A regime confirms its claim if the whole interval keeps to the gate, refutes it if none of it does.
+It is open else, and if its record is missing or only a trial. A gate that asks whether there is an
+effect has an equivalence bound: an effect smaller than ``within`` (a ratio) is none, so an interval
+that stays short of it refutes, too. Decided regimes that agree decide the claim, whatever is open
+beside them; where they differ, it depends. A claim that no regime decides is open.
 """
 
 import json
@@ -27,10 +30,13 @@ if TYPE_CHECKING:
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS = (
     "confirmed",
     "refuted",
-    "depends on",
+    "depends",
     "open",
     "cannot be tested here",
 )
+# Okabe and Ito's blue, vermilion and orange, and greys: no green that says "right".
+COLORS = dict(zip(VERDICTS, ("#0072B2", "#D55E00", "#E69F00", "#999999", "#CCCCCC")))
+TOLD = 2  # regimes of a verdict whose numbers a reason tells
 
 
 @dataclass(frozen=True)
@@ -43,17 +49,21 @@ class Figure:
     high: float
     n: int  # samples; 0 for a count
     gate: str  # what the claim asks of the numbers
+    claimed: str  # the number that the source gives, if it stands beside ours
     says: str  # ``confirmed``, ``refuted`` or ``open``
     missing: str = ""  # what the records lack, if nothing was measured
 
-    def __str__(self):
+    @property
+    def measured(self) -> str:
+        """The median with its interval and n, or what the records lack."""
         if self.missing:
-            return f"{self.regime}: not measured yet, {self.missing} ({self.gate})"
+            return f"not measured yet, {self.missing}"
         form = ".3g" if abs(self.median) < 1000 else ",.0f"
-        told = f"{self.median:{form}}"
-        if self.n:
-            told += f" [{self.low:{form}}, {self.high:{form}}], n={self.n}"
-        return f"{self.regime}: {told} ({self.gate})"
+        interval = f" [{self.low:{form}}, {self.high:{form}}], n={self.n}" if self.n else ""
+        return f"{self.median:{form}}{interval}"
+
+    def __str__(self):
+        return f"{self.regime}: {self.measured} ({self.claimed}{self.gate})"
 
 
 @dataclass(frozen=True)
@@ -66,21 +76,31 @@ class Judged:
     @property
     def verdict(self) -> str:
         """One of ``VERDICTS``."""
-        said = {figure.says for figure in self.figures}
-        if not said:
+        if not self.figures:
             return CANNOT
-        if {CONFIRMED, REFUTED} <= said:
-            return DEPENDS
-        return said.pop() if len(said) == 1 else OPEN
+        decided = {figure.says for figure in self.figures} - {OPEN}
+        return DEPENDS if len(decided) > 1 else decided.pop() if decided else OPEN
 
     @property
     def because(self) -> str:
-        """The figures in words, or why there are none, and what the verdict depends on."""
+        """Say why in a line or two: a sentence of the file, deciding regimes, names of open ones.
+
+        A number that a source claims stands beside what was measured, also where that is open.
+        """
         if not self.figures:
             return self.claim["cannot"]
-        where = [f.regime for f in self.figures if f.says == CONFIRMED]
-        depends = f"holds for {'; '.join(where)}. " if self.verdict == DEPENDS else ""
-        return depends + ". ".join(map(str, self.figures))
+        verdict = self.verdict
+        reasons = [self.claim.get("why", {}).get(verdict, "")]
+        for says in (CONFIRMED, REFUTED, OPEN):
+            mine = [figure for figure in self.figures if figure.says == says]
+            if says == OPEN != verdict:
+                told = [f.regime + (f" {f.median:.3g}" if f.claimed else "") for f in mine]
+            else:
+                told = list(map(str, mine[: 1 if verdict == DEPENDS or reasons[0] else TOLD]))
+            if len(mine) > len(told):
+                told.append(f"and {len(mine) - len(told)} more")
+            reasons += [f"{says.capitalize()}: {'; '.join(told)}."] if mine else []
+        return " ".join(filter(None, reasons))
 
 
 def read(path: str | Path | None = None) -> list[dict[str, Any]]:
@@ -99,7 +119,8 @@ def _figure(claim, regime, figure):
     if len(gates) != 1:
         raise ValueError(f"{where}: expected least or most, got {', '.join(figure)}")
     ((sign, gate),) = gates
-    told = f"at {sign} {gate:g}"
+    claimed = f"{figure['claimed']:g} claimed, " if "claimed" in figure else ""
+    told = f"at {sign} {gate:g}", claimed
     try:
         found = eval(figure["is"], records.NAMES | {"read": _read})
         counted = np.ndim(found) == 0
@@ -109,27 +130,52 @@ def _figure(claim, regime, figure):
         ends = records.interval(samples)
     except (FileNotFoundError, KeyError) as error:  # no record, or one without this variant
         missing = _missing(error)
-        return Figure(regime, *[float("nan")] * 3, 0, told, OPEN, missing)
+        return Figure(regime, *[float("nan")] * 3, 0, *told, OPEN, missing)
     except Exception as error:
         raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
-    keeps = [gate <= v if sign == "least" else v <= gate for v in (ends["low"], ends["high"])]
-    says = OPEN if keeps[0] != keeps[1] else CONFIRMED if keeps[0] else REFUTED
-    n = 0 if counted else len(samples)
-    return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, told, says)
+    n, says = 0 if counted else len(samples), _says(sign, gate, figure.get("within"), ends)
+    return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, *told, says)
+
+
+def _says(sign, gate, within, ends):
+    """Judge an interval by its gate, then by the equivalence bound if there is one."""
+    low, high = ends["low"], ends["high"]
+    if low >= gate if sign == "least" else high <= gate:
+        return CONFIRMED
+    if high < gate if sign == "least" else low > gate:
+        return REFUTED
+    if within and (high <= within if sign == "least" else low >= 1 / within):
+        return REFUTED
+    return OPEN
 
 
 def scorecard(*ids: str) -> "DataFrame":
     """A table of claims (all without ``ids``) with their verdicts."""
+    rows = [
+        {"id": j.claim["id"], "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
+        | {key: j.claim[key] for key in ("source", "notebook")}
+        for j in map(judge, _named(ids))
+    ]
+    return records.pandas().DataFrame(rows).set_index("id")
+
+
+def regimes(*ids: str) -> "DataFrame":
+    """A table of what was measured of some claims, a row for each regime."""
+    rows = [
+        {"id": claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
+        | {"says": f.says}
+        for claim in _named(ids)
+        for f in judge(claim).figures
+    ]
+    return records.pandas().DataFrame(rows).set_index("id")
+
+
+def _named(ids):
+    """The claims of these ids, or all."""
     there = {claim["id"]: claim for claim in read()}
     if wrong := [i for i in ids if i not in there]:
         raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
-    rows = [
-        {"id": i, "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
-        | {key: j.claim[key] for key in ("source", "notebook")}
-        for i in ids or there
-        for j in [judge(there[i])]
-    ]
-    return records.pandas().DataFrame(rows).set_index("id")
+    return [there[i] for i in ids or there]
 
 
 def _missing(error):
@@ -148,7 +194,7 @@ def _read(name):
 
 
 def show(*ids: str) -> None:
-    """Show some claims with their verdicts and the figures that they rest on."""
+    """Show some claims with their verdicts and why."""
     charts.table(scorecard(*ids)[["claim", "verdict", "because"]])
 
 

@@ -7,16 +7,27 @@ from pathlib import Path
 
 from ..configs import CONFIGS
 from ..replay.sizes import ModelSizes
+from ..streaming.config import MOST_NBYTES, StreamConfig
+from ..streaming.facts import ModelFacts
 from ..streaming.model import find as folder  # noqa: F401 (the experiments' name for it)
+from ..streaming.plan import plan_of
 from ..synthesize import BITS, write_headers
 
+CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # as the commands load a model
 
-@functools.lru_cache
+
 def named_sizes(
     name: str, memory_nbytes: float = float("inf"), bits: int = BITS, top_k: int | None = None
 ) -> ModelSizes:
     """The sizes of a published model, from its configuration; it must fit with K slots."""
+    config = replace(CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
+    sizes = ModelSizes.planned(plan_of(_facts(name, bits), config))
+    return replace(sizes, K=top_k or sizes.K)
+
+
+@functools.cache
+def _facts(name, bits):
+    """The facts of a published model, from headers as its checkpoint would have them."""
     with tempfile.TemporaryDirectory() as path:
         write_headers(Path(path), CONFIGS[name], bits)
-        sizes = ModelSizes.of(path, memory_nbytes)
-    return replace(sizes, K=top_k or sizes.K)
+        return ModelFacts.of(path, CONFIG)

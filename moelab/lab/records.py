@@ -41,11 +41,10 @@ PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moel
 COMPUTED = {  # columns that ``table`` computes where rows have the others
     "token_s": "decode_s / decode_tokens",
     "tok_s": "decode_tokens / decode_s",
-    "hit_rate": "hits / (hits + misses + in_pages)",
+    "hit_rate": "hits / (hits + misses)",
     "read_nbytes_per_token": "bytes_read / decode_tokens",
     "tau": "1 + accepted / rounds",
 }
-MISSING = {"killed": False, "in_pages": 0}  # values of columns that a row lacks
 DISTURBED = 0.1  # a run is disturbed if others use more than this share of the cores
 CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
@@ -63,8 +62,7 @@ def pandas() -> ModuleType:
 def table(record: dict[str, Any]) -> "DataFrame":
     """A record as a table: a row a sample, the header in ``attrs``, ``COMPUTED`` columns added."""
     out = pandas().DataFrame(record["rows"])
-    for name, value in MISSING.items():
-        out[name] = out[name].fillna(value).astype(type(value)) if name in out else value
+    out["killed"] = out.killed.eq(True) if "killed" in out else False
     for name, expression in COMPUTED.items():
         with suppress(NameError):  # rows lack a column; pandas' own eval takes 10 ms each
             out[name] = eval(expression, {}, out)
@@ -82,9 +80,8 @@ def as_json(samples: "DataFrame") -> dict[str, Any]:
     rows = samples.drop(columns=[c for c in COMPUTED if c in samples]).convert_dtypes()
 
     def own(row):
-        isna = pandas().isna
-        row = {k: v for k, v in row.items() if isinstance(v, list) or not isna(v)}
-        return {k: v for k, v in row.items() if k not in MISSING or v != MISSING[k]}
+        told = {k: v for k, v in row.items() if isinstance(v, list) or not pandas().isna(v)}
+        return told | {"killed": True} if told.pop("killed", False) else told
 
     header = {k: v for k, v in samples.attrs.items() if k not in ("record", "headers")}
     return header | {"rows": list(map(own, rows.astype(object).to_dict("records")))}
@@ -111,11 +108,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
             f"{name}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
             "read it with disturbed=True."
         )
-    out = table({"machine": None} | found | {"record": name})
-    if "zero_copy" in out:  # an old setting: unless False, the page cache held the experts
-        out = out[out.zero_copy.eq(False) | out.direct.ne(False)]
-        out = out.assign(variant=out.variant.str.replace("/zero_copy=False", ""))
-    return out
+    return table({"machine": None} | found | {"record": name})
 
 
 def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "DataFrame":
@@ -318,28 +311,33 @@ def _command():
 def _commit():
     """The commit and whether all files but records are unchanged; empty outside a repository."""
     here = Path(__file__)
-    others = "status --porcelain -uno -- :/ :!/data/results"
-    words = ["rev-parse HEAD", others, f"ls-files --error-unmatch {here.name}"]
+
+    def git(words):
+        words = ["git", *words.split()]
+        return subprocess.check_output(words, cwd=here.parent, stderr=subprocess.DEVNULL, text=True)
+
     try:
-        commit, changed, _ = (
-            subprocess.run(
-                ["git", "-C", here.parent, *w.split()], capture_output=True, text=True, check=True
-            ).stdout
-            for w in words
-        )
+        git(f"ls-files --error-unmatch {here.name}")
+        changed = git("status --porcelain -uno -- :/ :!/data/results")
+        return {"commit": git("rev-parse HEAD").strip(), "clean": not changed}
     except (OSError, subprocess.CalledProcessError):
         return {}
-    return {"commit": commit.strip(), "clean": not changed}
 
 
 def save(path: str | Path, samples: "DataFrame") -> None:
+    """Write a table as a record."""
+    write(path, as_json(samples))
+
+
+def write(path: str | Path, record: dict[str, Any]) -> None:
     """Write a record as JSON, a row a line; the old file stays until the new one is whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, record = path.with_name(path.name + ".partial"), as_json(samples)
-    rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record.pop("rows"))
-    text = json.dumps(record, indent=1, default=_plain)
-    partial.write_text(text.removesuffix("\n}") + f',\n "rows": [\n  {rows}\n ]\n}}\n')
+    partial = path.with_name(path.name + ".partial")
+    rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record["rows"])
+    header = {k: v for k, v in record.items() if k != "rows"}
+    text = json.dumps(header, indent=1, default=_plain).removesuffix("\n}")
+    partial.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
     os.replace(partial, path)
 
 
@@ -376,7 +374,7 @@ def _plain(value):
     return value.item() if isinstance(value, (np.integer, np.floating)) else str(value)
 
 
-NAMES = {  # names that expressions in documents and claims may use
+NAMES = {  # names that the expressions of claims may use
     **{name: globals()[name] for name in ("read", "group", "ratios", "same_tokens")},
     **{"of": values, "ratio": paired, "PUBLISHED": PUBLISHED, "np": np},
 }

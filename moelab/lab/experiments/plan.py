@@ -118,32 +118,35 @@ class Forecast:
         """``Machine.prompt_s`` of a prompt of so many tokens."""
         return self.machine.prompt_s(self.sizes, tokens, self.advice.config.slots)
 
-    def __str__(self):
+    def table(self, prompt: int, **more: str) -> str:
+        """The forecast in words, a line for each thing that a user asks; ``more`` are lines too."""
         sizes, slots, machine = self.sizes, self.advice.config.slots, self.machine
-        speed, read = 1 / self.advice.token_s, self.advice.chosen.read_per_token
+        speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 5e-5}
         if "SSD" in parts:
-            parts["SSD"] += f" ({_gb(read)})"
-        most, held = sizes.fits(machine.model_nbytes), _gb(slots * sizes.slot_nbytes)
-        lines = [
-            f"{self.name}: {_gb(sizes.checkpoint_nbytes)}, of which a token needs "
-            f"{_gb(sizes.active_nbytes)}",
-            f"  runs: all {sizes.E} experts of each layer are in memory ({held})"
-            if slots == sizes.E
-            else f"  runs: {slots} of the {sizes.E} experts of each layer are in memory ({held}), "
-            "the others are read from the SSD",
-            "  the rest of the model, a context of 4,096 tokens and the program take "
-            f"{_gb(sizes.other_nbytes)} more",
-            f"  {rough(speed)} tok/s; expect {range_text(speed, self.spread)}: {self.near}",
-            f"  a token takes {rough(1e3 / speed)} ms: "
-            + ", ".join(f"{name} {ms}" for name, ms in parts.items()),
-            f"  most of it: {self.binds}",
-        ]
+            parts["SSD"] += f" ({_gb(self.advice.chosen.read_per_token)})"
+        most = sizes.fits(machine.model_nbytes)
+        held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
+        held += ", the others are read from the SSD" if slots < sizes.E else ""
         if slots < most:
-            lines.append(f"  {most} would fit; the page cache makes as good use of the memory")
+            held += f"; {most} would fit, but the page cache makes as good use of the memory"
         elif machine.is_mac and slots < sizes.E:
-            lines.append(f"  {HALF}")
-        return "\n".join(lines)
+            held += f"; {HALF}"
+        rows = {
+            self.name: f"{_gb(sizes.checkpoint_nbytes)}, of which a token needs "
+            f"{_gb(sizes.active_nbytes)}",
+            "in memory": held,
+            "beside them": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
+            "4,096 tokens and the program",
+            "speed": f"{rough(speed)} tok/s; expect {range_text(speed, self.spread)}: {self.near}",
+            "a token": f"{rough(1e3 / speed)} ms: " + ", ".join(map(" ".join, parts.items())),
+            "most of it": self.binds,
+            "first token": f"{rough(first_s)} to {rough(last_s)} s after a prompt of {prompt} "
+            "tokens, the file not in memory before",
+            **{name.replace("_", " "): text for name, text in more.items()},
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
 
 
 def forecast(
@@ -165,17 +168,12 @@ def forecast(
             f"{_gb(machine.ram_nbytes)} a plan gives it {_gb(machine.model_nbytes)}. Take more "
             "memory or a smaller model."
         ) from error
-    return Forecast(
-        f"{name}, {bits} bits", sizes, machine, _at(sizes, machine, slots or sizes.slots)
-    )
-
-
-def _at(sizes, machine, slots):
-    """Forecast a token of a model with so many slots, also with more than fit."""
-    held = sizes.other_nbytes + slots * sizes.slot_nbytes
+    slots = slots or sizes.slots
+    held = sizes.other_nbytes + slots * sizes.slot_nbytes  # may be more than fits
     memory, trace = max(machine.memory_nbytes, held), typical_trace(sizes, TOKENS)
     costs = machine.costs(sizes, held)
-    return advice.advise(sizes, memory, trace, costs, slots=[slots], policies=("lru",))
+    found = advice.advise(sizes, memory, trace, costs, slots=[slots], policies=("lru",))
+    return Forecast(f"{name}, {bits} bits", sizes, machine, found)
 
 
 def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
@@ -196,7 +194,7 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
         yield f"top-k {top_k - 2} for {top_k} (another text)", token_s(top_k=top_k - 2)
 
 
-def this_machine() -> Machine:
+def this_machine(tokens: int = 12) -> Machine:
     """Measure this machine's rates in about ten seconds, with a small random model."""
     if mx.cuda.is_available():
         raise ValueError(
@@ -210,7 +208,7 @@ def this_machine() -> Machine:
         path = synthesize.synthesize(
             Path(work) / "model", like, layers, config=config, progress=False
         )
-        return _measured(measure_costs(path), ModelSizes.of(path))
+        return _measured(measure_costs(path, tokens=tokens), ModelSizes.of(path))
 
 
 def _measured(costs, sizes, ram=None):
@@ -234,26 +232,11 @@ def describe(
     ``chip`` is a Mac of ``CHIPS``; ``cores`` are those of a computer whose CPU computes. What is
     None is this machine's, measured.
     """
-    if chip and cores:
-        raise ValueError("plan: expected a chip or cores, got both: a GPU computes, or a CPU.")
-    if (chip or cores) and not (ram and ssd):
-        raise ValueError("plan: a chip or cores are another machine's: give its ram and ssd, too.")
-    if chip:
-        machine = Machine.mac(ram * 1e9, ssd * 1e9, CHIPS[chip] * 1e9)
-    elif cores:
-        machine = Machine.cpu(ram * 1e9, ssd * 1e9, cores)
-    else:
-        machine = this_machine()
-        if ram:
-            machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
-        machine = replace(machine, disk_bytes_per_s=ssd * 1e9 * DISK_SHARE) if ssd else machine
+    machine = _machine(ram, ssd, chip, cores)
     found = forecast(name, machine, bits)
     token_s = found.advice.token_s
-    better = {what: token_s / changed_s for what, changed_s in changes(name, found, bits)}
-    what = max(better, key=better.get)
-    helps = (
-        f"{what}, {better[what]:.1f} times as fast" if better[what] >= WORTH else "nothing by much"
-    )
+    times = {what: token_s / changed_s for what, changed_s in changes(name, found, bits)}
+    what = max(times, key=times.get)
     drafted = token_s / sum(found.with_drafts(DRAFTS, ACCEPTED).values())
     sent = []
     if chip:
@@ -261,29 +244,38 @@ def describe(
         sent = of_such_a_machine(found.sizes, mac)
     elif not (ram or ssd or cores):
         sent = of_such_a_machine(found.sizes, card())
-    rates = (
-        f"{'estimated' if chip or cores else 'with rates measured here'}: SSD "
-        f"{_gb(machine.disk_bytes_per_s)}/s"
-        + (f" ({DISK_SHARE:.0%} of the {ssd:g} GB/s given)" if ssd else "")
-        + f", page cache {_gb(machine.copy_bytes_per_s)}/s, weights "
-        f"{_gb(machine.weights_bytes_per_s)}/s, a layer {machine.layer_s * 1e3:.2f} ms, one that "
-        f"reads {machine.wait_s[0] * 1e3:.2f} ms more"
-    )
-    return "\n".join(
-        (
-            *(
-                f"measured on such a machine, which counts more than a plan: {line}"
-                for line in sent
-            ),
-            str(found),
-            _first(prompt, *found.prompt_s(prompt)),
-            f"  what would help most: {helps}",
-            f"  with a draft model ({DRAFTS} tokens guessed, {ACCEPTED:.0%} of them right): "
-            + (f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"),
-            rates,
-            *(["No Mac was measured: its rates follow from what others publish."] * bool(chip)),
-        )
-    )
+    given = f" ({DISK_SHARE:.0%} of the {ssd:g} GB/s given)" if ssd else ""
+    more = {
+        "helps most": f"{what}, {times[what]:.1f} times as fast"
+        if times[what] >= WORTH
+        else "nothing by much",
+        "with drafts": f"{DRAFTS} tokens guessed, {ACCEPTED:.0%} of them right: "
+        + (f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"),
+        "rates": f"{'estimated' if chip or cores else 'measured here'}: SSD "
+        f"{_gb(machine.disk_bytes_per_s)}/s{given}, page cache {_gb(machine.copy_bytes_per_s)}/s, "
+        f"weights {_gb(machine.weights_bytes_per_s)}/s, a layer {machine.layer_s * 1e3:.2f} ms, "
+        f"one that reads {machine.wait_s[0] * 1e3:.2f} ms more",
+    }
+    if chip:
+        more["rates"] += "; no Mac was measured, they follow from what others publish"
+    before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
+    return "\n".join([*before, found.table(prompt, **more)])
+
+
+def _machine(ram, ssd, chip, cores):
+    """The machine that is described, or this one with what is given in place of what it has."""
+    if chip and cores:
+        raise ValueError("plan: expected a chip or cores, got both: a GPU computes, or a CPU.")
+    if (chip or cores) and not (ram and ssd):
+        raise ValueError("plan: a chip or cores are another machine's: give its ram and ssd, too.")
+    if chip:
+        return Machine.mac(ram * 1e9, ssd * 1e9, CHIPS[chip] * 1e9)
+    if cores:
+        return Machine.cpu(ram * 1e9, ssd * 1e9, cores)
+    machine = this_machine()
+    if ram:
+        machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
+    return replace(machine, disk_bytes_per_s=ssd * 1e9 * DISK_SHARE) if ssd else machine
 
 
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
@@ -294,13 +286,11 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     chosen = choose_slots(path, StreamConfig(lazy_logits=True), memory_nbytes=memory)
     sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
-    machine = _measured(costs, sizes, ram)
     best = advise(path, memory, trace, costs)
     planned = advice.advise(sizes, memory, trace, costs, slots=[sizes.slots], policies=("lrfu",))
+    machine = _measured(costs, sizes, ram)
     found = Forecast(path.name, sizes, machine, planned, OWN_SPREAD, OWN_NEAR)
-    return "\n".join(
-        (str(chosen), str(found), _first(prompt, *found.prompt_s(prompt)), COMPARED, str(best))
-    )
+    return f"{chosen}\n{found.table(prompt)}\n{COMPARED}\n{best}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -359,13 +349,6 @@ def run(args: argparse.Namespace) -> None:
             "folder is measured on this machine"
         )
     print(of_folder(folder(args.model), args.ram, args.prompt))
-
-
-def _first(prompt, least, most):
-    return (
-        f"  first token of a prompt of {prompt} tokens, the file not in memory before: "
-        f"{rough(least)} to {rough(most)} s"
-    )
 
 
 def _gb(nbytes):

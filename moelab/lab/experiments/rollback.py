@@ -1,8 +1,7 @@
-"""Two faulty ways to take tokens back, for notebooks 06 and 08, and how far states are off."""
+"""Two faulty ways to take tokens back, for notebooks 06 and 08."""
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ...speculation.rollback import Rollback
@@ -52,24 +51,3 @@ def read_ids(model: nn.Module, ids: list[int]) -> list:
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([ids]), cache=cache), [c.state for c in cache])
     return cache
-
-
-def states(cache: list) -> list[np.ndarray]:
-    """The recurrent states of a cache."""
-    layers = (c for c in cache if isinstance(c, ArraysCache))
-    return [np.array(a.astype(mx.float32)) for c in layers for a in c.cache]
-
-
-def distance(cache: list, other: list) -> float:
-    """The norm of the difference of two caches' states, over the norm of the other's."""
-    mine, theirs = states(cache), states(other)
-    difference = sum(((a - b) ** 2).sum() for a, b in zip(mine, theirs))
-    return float(np.sqrt(difference / sum((b**2).sum() for b in theirs)))
-
-
-def next_token(model: nn.Module, cache: list, token: int) -> np.ndarray:
-    """The probabilities ``[V]`` of the token after one more; the cache is left as it was."""
-    rollback = Rollback(model, cache)
-    p = np.array(mx.softmax(rollback(mx.array([[token]]))[0, -1].astype(mx.float32)))
-    rollback.undo(1)
-    return p

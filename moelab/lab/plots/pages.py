@@ -23,7 +23,6 @@ from nbconvert import HTMLExporter
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
-from ..cite import shown
 from ..machine import card_line
 from . import index
 
@@ -77,7 +76,7 @@ def for_page(source: str, folder: Path) -> str:
         data = base64.b64encode((folder / match[2]).read_bytes()).decode()
         return f"{match[1]}data:{kind};base64,{data}"
 
-    text = re.sub(r"\[Figures as pictures\]\([^)]*\)\.", "", shown(source))
+    text = re.sub(r"\[Figures as pictures\]\([^)]*\)\.", "", source)
     text = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", text)
     text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
     return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, text)
@@ -159,7 +158,7 @@ def page(source: Path, target: Path) -> str | None:
     body = body.replace("</head>", head, 1).replace("<main>", f"<main>{BACK}", 1)
     target.write_text(body, encoding="utf-8")
     described = {
-        **{"title": said.title, "answer": shown(said.answer), "machine": card_line()},
+        **{"title": said.title, "answer": said.answer, "machine": card_line()},
         **{"fast": bool(os.environ.get("MOELAB_FAST")), "failed": bool(failed), "figures": figures},
     }
     target.with_suffix(".json").write_text(json.dumps(described), encoding="utf-8")

@@ -1,0 +1,132 @@
+"""Measure the records of data/results again, in parts of half an hour at most on two quiet cores.
+
+    python data/recipes/records.py                   lists the parts
+    python data/recipes/records.py ladder prompts    measures two of them
+    python data/recipes/records.py cpu_ladder_35b    measures one record
+
+The header of a record says ``what`` it shows, its ``part``, and what made it: ``make`` is a command
+(``{out}`` is the file, other words in braces are checkpoints, made once under build/records).
+A ``notebook`` measures it in a cell: ``records.save("build/records/NAME.json", table)`` there,
+then name the record here. One with neither was made by an earlier version. A new record is a file
+with these words, ``"settings": {}`` and ``"rows": []``.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+from moelab import DATA
+from moelab.checkpoint import read_json
+from moelab.lab import records
+from moelab.lab.machine import card
+
+RESULTS, WORK = DATA / "results", DATA.parent / "build" / "records"
+WORDS = ("what", "part", "make", "notebook")  # of a header: a new record takes them over
+CHECKPOINTS = {
+    "tiny": "models/tiny-moe",
+    "dflash": "models/tiny-dflash",
+    "code": "traces/code.npz",
+    "tiny_packed": "repack {tiny}",
+    "q35": "synthesize --like qwen3.5-35b-a3b --layers 4",
+    "q35_packed": "repack {q35}",
+    "q35_routed": "synthesize --like qwen3.5-35b-a3b --layers 4 --routing {code}",
+    "q35_full": "synthesize --like qwen3.5-35b-a3b --vocab 248320 --routing {code}",
+    "q35_routed_packed": "repack {q35_routed}",
+}
+SETTINGS = ("shape", "what", "where", "side", "dtype", "model", "misses")  # of several rows a round
+MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits", "waited")  # compared columns end like this
+
+
+class Places(dict):
+    """The file or folder of each checkpoint, which is made if it is missing."""
+
+    def __missing__(self, name):
+        command, path = CHECKPOINTS[name], WORK / name
+        if not command.startswith(("synthesize", "repack")):
+            return str(DATA / command)
+        if not path.is_dir():
+            run(f"python -m moelab {command.format_map(self)} {path} --quiet")
+        return str(path)
+
+
+def run(command):
+    """Run a command of a record; a failure is an ``OSError``, unless it found other tokens."""
+    done = subprocess.run([sys.executable, *command.split()[1:]], cwd=DATA.parent)
+    if done.returncode not in (0, 3):
+        raise OSError(f"{command}: exit status {done.returncode}")
+
+
+def measured(name, header):
+    """The file of a new record, measured now or in a notebook; None if there is none."""
+    new = WORK / f"{name}.json"
+    if "make" in header:
+        run(header["make"].format_map(Places(out=new)))
+    elif not new.is_file():
+        where = f"notebook {header['notebook']}" if "notebook" in header else "an earlier version"
+        return print(f"{name}: measured by {where}, and there is no {new}")
+    return new
+
+
+def changes(old, new):
+    """Lines on the medians whose intervals lie apart in two records, then how many of all do."""
+    found, both, was = [], 0, groups(old)
+    for key, samples in groups(new).items():
+        if key in was:
+            both += 1
+            a, b = map(records.interval, (was[key], samples))
+            if b["low"] > a["high"] or b["high"] < a["low"]:
+                cells = " -> ".join(records.q(s, ".3g") for s in (was[key], samples))
+                found.append(f"{', '.join(map(str, key))}: {cells}")
+    return [*found, f"changed by more than its interval: {len(found)} of {both}"]
+
+
+def groups(samples):
+    """The samples of each measured column, by variant and settings."""
+    alive, by = samples[~samples.killed], ["variant"]
+    if "round" not in alive or alive.duplicated(["variant", "round"]).any():
+        by += [c for c in SETTINGS if c in alive]
+    elif "prompt_tokens" in alive and alive.prompt_tokens.nunique() <= 3:  # as they were asked for
+        by += ["prompt_tokens"]
+    names = [c for c in alive.select_dtypes("number") if c.endswith(MEASURED)]
+    parts = alive.groupby(by, sort=False, dropna=False)
+    found = {(*key, c): part[c].dropna() for key, part in parts for c in names}
+    return {key: part for key, part in found.items() if len(part)}
+
+
+def main(*names):
+    """Measure parts or records; the exit status is 1 if a run was disturbed, and is not kept."""
+    headers = {p.stem: read_json(p) for p in sorted(RESULTS.glob("*.json"))}
+    parts = {}
+    for name, header in headers.items():
+        parts.setdefault(header["part"], []).append(name)
+    if wrong := [name for name in names if name not in parts and name not in headers]:
+        known = ", ".join([*sorted(parts), *headers])
+        raise SystemExit(f"records: expected some of {known}; got {', '.join(wrong)}")
+    asked = [n for name in names for n in parts.get(name, [name])]
+    own = "cuda_" if card()["backend"] == "CUDA" else "cpu_"
+    if others := [name for name in asked if not name.startswith(own)]:
+        raise SystemExit(f"records: this machine makes records {own}*, got {', '.join(others)}")
+    if not names:
+        print(*(f"{part}: {', '.join(parts[part])}" for part in sorted(parts)), sep="\n")
+    status = 0
+    for name in dict.fromkeys(asked):
+        begin = time.monotonic()
+        if not (new := measured(name, headers[name])):
+            continue
+        try:
+            made = records.read(str(new))
+        except ValueError as error:
+            print(f"{name}: NOT kept: {error}", file=sys.stderr)
+            status = 1
+            continue
+        words = {word: headers[name][word] for word in WORDS if word in headers[name]}
+        records.write(RESULTS / f"{name}.json", words | read_json(new))
+        os.remove(new)
+        said = changes(records.table(headers[name]), made) if headers[name]["rows"] else []
+        print(f"{name}: {(time.monotonic() - begin) / 60:.1f} min", *said, sep="\n  ")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
