@@ -34,12 +34,13 @@ from ..texts import PROMPTS
 from . import bench
 
 RUNS, TOKENS, WARMUP = 7, 32, 32  # rounds, and in each the tokens that are timed and those before
-MAX_SPREAD = 0.2  # the most that quartiles may lie apart, over the median
-MAX_OFF = 2.0  # the most that one sample may be off, as a factor
+# The most that quartiles may lie apart, over the median, and that one sample may be off.
+MAX_SPREAD, MAX_OFF = 0.2, 2.0
 SAME_MEMORY = 0.15  # machines are alike if their memories differ by less than this share
 NUMBER = (int, float)
 COUNTED = ("decode_tokens", "hits", "misses", "bytes_read", "held_nbytes")  # columns of a row
 LIKE = {  # the fields that a file must have, with an example of each
+    "kind": str,
     "machine": {
         **{"cpu": str, "gpu": (str, type(None)), "cores": int, "memory_nbytes": NUMBER},
         **{"moelab": str, "date": str},
@@ -87,8 +88,6 @@ def digest(made: dict[str, Any]) -> str:
 
 def problems(made: dict[str, Any]) -> list[str]:
     """Sentences that say what is wrong with a file's content; none if it can be taken."""
-    if missing := [name for name in ("kind", *LIKE) if name not in made]:
-        return [f"Expected {', '.join(missing)}, found none: write it with python -m moelab share."]
     sizes, rows, load, out = made["sizes"], made["rows"], made["load"], []
     if made["digest"] != digest(made):
         out.append("It was edited after it was written: its digest is another. Send it as it was.")
