@@ -2,7 +2,8 @@
 
 Of each notebook only the cells that its sliders need are run; nbmake runs the others. Needs
 Chromium (or Chrome) and its driver, ``make browser``; skipped without. Screenshots of what was seen
-are ``build/browser_NN.png``, and ``build/browser_NN_failed.png`` where a wait ended in vain.
+are ``build/browser_NN.png``, ``browser_NN_390.png`` on a screen as narrow as a phone's, and
+``browser_NN_failed.png`` where a wait ended in vain.
 """
 
 import dis
@@ -36,13 +37,32 @@ NOTEBOOKS = [path for path in committed.NOTEBOOKS if "explore(" in path.read_tex
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
 CELLS = f"{NOTEBOOK}.content.widgets.filter(c => c.model.type === 'code').map(c => c.model"
+PLOT = "document.querySelector('.widget-vbox .js-plotly-plot')"
 # What the live figure shows, once it is drawn: its data, its title, its finding.
-FIGURE = """
-const plot = document.querySelector('.widget-vbox .js-plotly-plot');
-const title = plot?.querySelector('.gtitle')?.textContent;
-const drawn = plot?.querySelector('.cartesianlayer .trace');
-const words = [...document.querySelectorAll('.widget-vbox .widget-html')].map(w => w.textContent);
-return title && drawn && JSON.stringify([plot.data, title, words.slice(-1)]);
+FIGURE = f"""
+const plot = {PLOT};
+const words = [...document.querySelectorAll('.widget-vbox .widget-html')].map(w => w.innerText);
+return plot?.querySelector('.cartesianlayer .trace') && JSON.stringify([plot.data, words.slice(1)]);
+"""
+# Begins to note, at each frame, the ranges of the axes and how far below the controls they stand.
+WATCH = f"""
+window.places = new Set();
+const look = () => {{
+    const plot = {PLOT}, axes = Object.entries(plot._fullLayout);
+    const ranges = axes.filter(([name]) => /^[xy]axis\\d*$/.test(name)).map(([n, a]) => a.range);
+    const top = document.querySelector('.widget-vbox').getBoundingClientRect().top;
+    places.add(JSON.stringify([ranges, Math.round(plot.getBoundingClientRect().top - top)]));
+    window.watching = requestAnimationFrame(look);
+}};
+window.watching || look();
+"""
+# Texts of the live figure that do not lie within it.
+CUT = f"""
+const plot = {PLOT}, {{left, right}} = plot.getBoundingClientRect();
+const within = box => box.left >= left - 1 && box.right <= right + 1;
+const texts = [...plot.querySelectorAll('.main-svg text')].filter(t => t.textContent.trim());
+const cut = texts.filter(t => !within(t.getBoundingClientRect())).map(t => t.textContent);
+return plot.querySelector('.main-svg').clientWidth > plot.parentElement.clientWidth ? ['all'] : cut;
 """
 READS = ("LOAD_NAME", "LOAD_GLOBAL")
 # Labels of bars that the live figure should show and does not.
@@ -167,6 +187,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
     assert handles
     for i, handle in enumerate(handles):
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", handle)
+        browser.execute_script(WATCH)
         if not moved(handle):
             continue  # a single choice, in a FAST run
         for button in browser.find_elements(By.CSS_SELECTOR, ".widget-vbox button.jupyter-button"):
@@ -182,8 +203,19 @@ def test_every_slider_changes_the_figure(path, lab, browser):
         before = browser.execute_script(FIGURE)
         missing = browser.execute_script(MISSING)
         assert not missing, f"slider {i}: no label {missing}"
-
+        places = browser.execute_script("return [...places]")
+        assert len(places) == 1, f"slider {i}: the axes or the chart moved, {places}"
     save(browser, picture)
+
+    screen = {"width": 390, "height": 1100, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    browser.execute_script(
+        "window.jupyterapp.shell.collapseLeft(); window.jupyterapp.shell.mode = 'single-document'"
+    )
+    until("the figure is narrow", f"return {PLOT}.clientWidth < 390")
+    save(browser, f"{picture}_390")
+    cut = browser.execute_script(CUT)
+    assert not cut, f"at 390 pixels the figure cuts {cut}"
 
 
 def moved(handle):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import openai
 import pytest
+import rank_processes as ranks
 
 from moelab import DATA
 from moelab.__main__ import main
-from moelab.lab import ranks
 
 MODEL = str(DATA / "models/tiny-moe")
 PROMPT = "def add(a, b):"

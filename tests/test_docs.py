@@ -1,7 +1,7 @@
 """Documents and the files for pip and conda: links, numbers and requirements are right.
 
 No measured number is typed into prose: it would not follow its record. ``MEASURED`` says what
-counts as one, ``NAMED`` what may stand.
+counts as one, ``NAMED`` what may stand. A setting with a unit is written as code: `100 MB/s`.
 """
 
 import json
@@ -10,22 +10,23 @@ import tomllib
 
 import nbformat
 import pytest
+import readme
 import yaml
 from committed import NOTEBOOKS, ROOT
+
+from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
 DROPPED = ROOT / "docs/did_not_work.md"  # may have numbers: of code that is gone, with sources
 DOCUMENTS = (README, GUIDE, DROPPED, *NOTEBOOKS)
 BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` writes
 
-# Code and links are no prose, and how long a notebook takes is said in it.
-NO_PROSE = (
-    r"```.*?```|^    [^\n]*|`[^`]*`|\]\([^)]*\)|https?://\S+|\*\*Takes\*\*[^\n]*(?:\n[^\n]+)*"
-)
+# No prose: code, links, how long a notebook takes, and what its sliders may be set to.
+NO_PROSE = r"```.*?```|^    [^\n]*|`[^`]*`|\]\([^)]*\)|https?://\S+|\*\*(?:Takes|Try)\*\*[^\n]*(?:\n[^\n]+)*"
 NAMED = (
     r"[A-Za-z]\w*[-.]?\d+(?:\.\d+)+"  # Qwen3.5, GLM-4.5, v0.2.0
     r"|\b\d+\.\d+[BT]\b"  # parameters: 0.5B, 2.78T
-    r"|\b(?:Python|macOS|Linux|MLX|CUDA|Apache|version|temperature) \d+(?:\.\d+)+"
+    r"|\b(?:Python|macOS|Linux|MLX|CUDA|Apache|version|temperature|probability) \d+(?:\.\d+)+"
     r"|\b(?:\d+\.)+\d+/\d+|\b\d+(?:\.\d+){2,}"  # addresses, versions of three parts
     r"|95% (?:interval|confidence)"
 )
@@ -59,6 +60,11 @@ def typed(text):
     return marks + [m[0] for m in re.finditer(rf".{{,30}}(?:{MEASURED}).{{,15}}", text)]
 
 
+def test_the_numbers_of_the_readme_are_those_of_the_records(monkeypatch):
+    monkeypatch.setattr(shipped, "DATA", ROOT / "data")
+    assert readme.filled(README.read_text()) == README.read_text(), "make numbers"
+
+
 @pytest.mark.parametrize("path", [README, GUIDE, *NOTEBOOKS], ids=lambda path: path.stem)
 def test_no_measured_number_is_typed(path):
     found = typed(markdown(path))
@@ -78,7 +84,7 @@ def test_a_typed_number_is_found(text):
     [
         "Qwen3.5-35B, GLM-4.5 and a model of 0.5B parameters, Python 3.11, `--temp 0.6`",
         "16 of 64 experts in 4 GB; 24 prompts, 8 times; [2](a.com/1.5)",
-        "**Takes** about 8 seconds, 0.5 minutes on two cores",
+        "**Takes** 0.5 minutes on two cores.\n\n**Try** a link with 300 us, then\n12 ms.",
         "a 95% interval at temperature 0.6, on 10.0.0.1\n\n    python 0.83 times as",
     ],
 )

@@ -9,9 +9,18 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generation_stream
+from mlx_lm.models import qwen3, qwen3_moe
+from mlx_lm.models.cache import make_prompt_cache
 
 from moelab.lab import records
-from moelab.lab.experiments.dispatch import dense_and_moe, loop
+from moelab.lab.experiments.dispatch import default_dtype, hooked_experts
 
 AHEAD, ROUTING_READ = "next token scheduled ahead", "every layer's routing read"
 SETTINGS = {
@@ -23,14 +32,60 @@ SETTINGS = {
 }
 
 
+def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
+    """Two random 4-bit models, Qwen3 with an MLP of size K*F and Qwen3-MoE with K experts of F.
+
+    For each token both compute as much and touch as many bytes.
+    """
+    mx.random.seed(0)
+    size = {"hidden_size": D, "intermediate_size": K * F, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": max(1, D // 128), "num_key_value_heads": max(1, D // 512)}
+    rest = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
+    common = size | heads | rest | {"head_dim": 128, "vocab_size": vocab}
+    experts = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": F}
+    every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
+    dense = {"model_type": "qwen3", "tie_word_embeddings": True, **common}
+    moe = dense | {"model_type": "qwen3_moe", **experts, **every_layer}
+    models = {
+        "dense": qwen3.Model(qwen3.ModelArgs(**dense)),
+        "moe": qwen3_moe.Model(qwen3_moe.ModelArgs(**moe)),
+    }
+    for model in models.values():
+        model.set_dtype(default_dtype())
+        nn.quantize(model, 64, 4)
+        for layer in model.layers:  # one at a time: unquantized, a layer takes 8 times the memory
+            mx.eval(layer.parameters())
+        mx.eval(model.parameters())
+        model.eval()
+    return models
+
+
+def loop(model, tokens, hook=None):
+    """Decode greedily and time it, the next token scheduled before this one is read.
+
+    ``hook(call, x, indices)`` is called in place of each layer's experts.
+    """
+    cache, hooks = make_prompt_cache(model), hooked_experts(model, hook) if hook else nullcontext()
+    with mx.stream(generation_stream), hooks:
+        y = mx.argmax(model(mx.array([[1, 2, 3, 4]]), cache=cache)[:, -1], axis=-1)
+        mx.eval(y)
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            following = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
+            mx.async_eval(following)
+            y.item()
+            y = following
+        y.item()
+        return {"decode_tokens": tokens, "decode_s": time.perf_counter() - begin}
+
+
 def here(tokens=48, rounds=10):
     """The rows of this process, whose environment has a setting."""
-    import numpy as np
-
-    models, how = dense_and_moe(), {AHEAD: {}, ROUTING_READ: {"listen": lambda x, i: np.array(i)}}
+    models = dense_and_moe()
+    hooks = {AHEAD: None, ROUTING_READ: lambda call, x, i: (np.array(i), call(x, i))[1]}
     variants = {
         (name, way): lambda _, name=name, way=way: (
-            loop(models[name], tokens, **how[way]) | {"model": name, "loop": way}
+            loop(models[name], tokens, hooks[way]) | {"model": name, "loop": way}
         )
         for name, way in (("dense", AHEAD), ("moe", AHEAD), ("moe", ROUTING_READ))
     }

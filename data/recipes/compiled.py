@@ -16,14 +16,16 @@ from collections import Counter
 from contextlib import ExitStack
 
 import mlx.core as mx
+from buffers import loop
 from mlx_lm.generate import generate_step
 from mlx_lm.models import qwen3_5
 from mlx_lm.models.cache import ArraysCache
 
+import moelab
 from moelab.hooks import hooked, with_globals
 from moelab.lab import records
 from moelab.lab.decode import same_tokens
-from moelab.lab.experiments.dispatch import loop, operations_of_layers, resident
+from moelab.lab.experiments.dispatch import operations_of_layers
 from moelab.lab.models import folder
 from moelab.speculation import gated_delta_cuda
 
@@ -90,9 +92,14 @@ def variants(model):
     return ways
 
 
+def _resident(path):
+    """A model with every expert in memory and MLX's kernels, which do not evaluate early."""
+    return moelab.load(path, moelab.StreamConfig(mode="resident", kernels="mlx"))[0]
+
+
 def compiled(path, tokens=64, rounds=15):
     """Decode with parts of the layers compiled; ``same_tokens`` compares with the plain model."""
-    path, model = folder(path), resident(path)
+    path, model = folder(path), _resident(path)
 
     def inside(ways, function, *args):
         with ExitStack() as stack:
@@ -125,7 +132,7 @@ def kernels(path, tokens=64, rounds=5):
     """The GPU's seconds in a decoded token by kind of kernel, those of a short prompt included."""
     from torch.profiler import ProfilerActivity, profile
 
-    path, model = folder(path), resident(path)
+    path, model = folder(path), _resident(path)
     loop(model, tokens)
     running, rows = records.Running("kernels", {"model": path.name, "tokens": tokens}), []
     for i in range(rounds):

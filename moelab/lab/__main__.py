@@ -20,7 +20,6 @@ SCRIPTS = {  # name: its module, what it does
     "memory": ("experiments.memory", "memory of long texts"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "passes": ("experiments.verify", "what a pass over several positions costs"),
-    "placements": ("experiments.several_machines", "where experts lie on machines, replayed"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "timeline": ("experiments.timeline", "what runs when in a token"),
 }

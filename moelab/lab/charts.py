@@ -16,7 +16,7 @@ from .plots import style  # imported first: its error says which package to inst
 
 # isort: split
 import plotly.graph_objects as go
-from IPython.display import Markdown, display
+from IPython.display import display
 from plotly.subplots import make_subplots
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Pixels of a bar with its gap, and of a panel's title and axis.
 BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
 WIDTH = 880  # pixels of all panels together, about
-LABEL_CHARACTERS = 26
+LABEL_CHARACTERS, NARROW_LABEL_CHARACTERS = 26, 15
 MOST_COLUMNS = 3
 COLORS = 6  # of ``style.COLORS``: whiskers are not seen on black, numbers not on yellow
 
@@ -154,6 +154,11 @@ def lines(
         values = sorted({v for points in series.values() for v in points})
         fig.update_xaxes(type="log", tickvals=values, ticktext=[str(v) for v in values])
     fig.update_yaxes(range=[0, 1.12 * max(top)], tickformat=".0%" if percent else None)
+    xs = np.array([x for points in series.values() for x in points])
+    if xs.dtype.kind in "iuf":
+        xs = np.log10(xs) if log_x else xs
+        room = 0.05 * (xs.max() - xs.min()) or 0.5
+        fig.update_xaxes(range=[xs.min() - room, xs.max() + room])
     return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
 
 
@@ -183,6 +188,7 @@ def timeline(
             fig.add_bar(x=lengths, base=base, y=labels, **_part(what, k, i, place))
         took = (rows.end_s - rows.begin_s).groupby(rows.what, sort=False).sum() * scale
         words.append(_told(label, (f"{what} {ms:.3g}" for what, ms in took.items())))
+    fig.update_xaxes(range=[0, 1.02 * spans.end_s.max() * scale])
     return style.describe(fig, f"Timeline, {axis}. " + " ".join(words), finding)
 
 
@@ -194,7 +200,7 @@ def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
 
 def say(text: str) -> None:
     """Show a sentence of Markdown that a cell made of its numbers."""
-    display(Markdown(text))
+    display({"text/markdown": text, "text/plain": text}, raw=True)
 
 
 def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:
@@ -242,18 +248,9 @@ def _figure(samples, grouped, title, x, y, note, **layout):
     if counts and counts[-1] > 1:
         told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
     told += ["a trial beside other work"] if any("trial" in h for h in headers) else []
+    note = "; ".join(filter(None, (", ".join(filter(None, told)), note)))
     cards = [h["machine"] if "record" in h else None for h in headers]
-    card = None if None in cards else cards[0] or ""
-    others = dict.fromkeys(_short(c) for c in cards if c and c != card)
-    notes = [", ".join(filter(None, told)), note, *others]
-    note = "; ".join(filter(None, notes))
-    return style.figure(title, x, y, note=note, card=card, **layout)
-
-
-def _short(card):
-    """A short name of the machine of recorded numbers that stand beside others."""
-    device, versions = card["gpu"] or card["cpu"], f"mlx {card['mlx']}, moelab {card['moelab']}"
-    return f"recorded: {device}, {card['backend']}, {versions}, {card['date']}"
+    return style.figure(title, x, y, note, [c for c in cards if c != ""], **layout)
 
 
 def _series(points):
@@ -309,33 +306,52 @@ def _numbers(fig, ends, labels, texts, place):
 
 
 def _panels(fig, titles, names, axis, headroom=False):
-    """Lays out panels that share their labels, as high as their bars need; returns their places."""
+    """Lays out panels that share their labels, one column of them on a phone; returns places."""
     titles = ["" if t is None else str(t) for t in titles]
     columns = len(titles) if len(titles) <= MOST_COLUMNS else 2
-    rows = math.ceil(len(titles) / columns)
     labels = [_label(n) for n in names]
     width = style.CHARACTER * max(len(part) for text in labels for part in text.split("<br>"))
     characters = int((WIDTH - width) / columns / style.CHARACTER)
-    heads = [style.wrap(t, max(characters, 8)) for t in titles]
-    head = PANEL_TITLE * max(map(len, heads)) if any(titles) else 0
     plot = sum(BAR + 12 * text.count("<br>") for text in labels) + 20 * headroom
+    _grid(fig, titles, columns, max(characters, 8), plot)
+    fig.update_annotations(font_size=13, yshift=2)
+    ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # so that the first variant is on top
+    fig.update_yaxes(
+        type="category", categoryorder="array", categoryarray=labels, range=ends, showgrid=False
+    )
+    fig.update_yaxes(ticks="", tickfont_size=13)
+    fig.update_xaxes(nticks=5, tickangle=0, title=axis)
+    fig.update_layout(margin_l=20)
+    column = _grid(style.figure("", "", ""), titles, 1, style.NARROW_CHARACTERS, plot).layout
+    narrow = {"height": column.height - column.margin.b, "margin.t": column.margin.t}
+    short = ["<br>".join(style.wrap(str(n), NARROW_LABEL_CHARACTERS)) + " " for n in names]
+    for i, text in enumerate(column.annotations):
+        narrow |= {f"annotations[{i}].{key}": text[key] for key in ("x", "y", "text")}
+    for i in range(len(titles)):
+        x, y = (f"{letter}axis{i + 1 if i else ''}" for letter in "xy")
+        narrow |= {f"{name}.domain": column[name].domain for name in (x, y)}
+        narrow |= {f"{y}.showticklabels": True, f"{y}.tickfont.size": 12, f"{x}.nticks": 4}
+        narrow |= {f"{y}.tickvals": labels, f"{y}.ticktext": short}
+    fig.update_layout(meta=fig.layout.meta | {"narrow": narrow})
+    return [{"row": 1 + i // columns, "col": 1 + i % columns} for i in range(len(titles))]
+
+
+def _grid(fig, titles, columns, characters, plot):
+    """Divides a figure into panels, each ``plot`` pixels high, in so many columns."""
+    heads = [style.wrap(t, characters) for t in titles]
+    head = PANEL_TITLE * max(map(len, heads)) if any(titles) else 0
+    rows = math.ceil(len(titles) / columns)
     height = rows * plot + (rows - 1) * (head + PANEL_AXIS)
+    cells = [{} if i < len(titles) else None for i in range(rows * columns)]
     make_subplots(
         rows,
         columns,
         figure=fig,
+        specs=[cells[i : i + columns] for i in range(0, len(cells), columns)],
         subplot_titles=["<br>".join(h) for h in heads],
         shared_yaxes=True,
         horizontal_spacing=0.04,
         vertical_spacing=(head + PANEL_AXIS) / height if rows > 1 else 0,
     )
     top = fig.layout.margin.t + head
-    fig.update_annotations(font_size=13, yshift=2)
-    fig.update_layout(margin={"t": top, "l": 20}, height=top + height + fig.layout.margin.b)
-    ends = [len(labels) - 0.5, -0.5 - 0.6 * headroom]  # so that the first variant is on top
-    fig.update_yaxes(
-        type="category", categoryorder="array", categoryarray=labels, range=ends, showgrid=False
-    )
-    fig.update_yaxes(ticks="", tickfont_size=13)
-    fig.update_xaxes(nticks=5, title=axis)
-    return [{"row": 1 + i // columns, "col": 1 + i % columns} for i in range(len(titles))]
+    return fig.update_layout(margin_t=top, height=top + height + fig.layout.margin.b)

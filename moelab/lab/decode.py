@@ -63,74 +63,43 @@ def decode(
     prompt_ids: Sequence[int],
     tokens: int,
     warmup: int = 0,
-    before_clock: Callable[[], Any] | None = None,
     feed: Sequence[int] | None = None,
-    before_token: Callable[[], Any] | None = None,
-    before_prompt: Callable[[], Any] | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
+    **calls: Callable[[], Any] | None,
 ) -> Decoded:
     """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
     The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``, but the
     clock starts and stops with nothing scheduled, so that it times exactly ``tokens`` passes.
-    ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``before_token`` is
-    called with the clock stopped; each token is then read before the next is scheduled.
+    ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are made
+    with the clock stopped: ``before_prompt``, ``before_clock``, and ``before_token``, with which
+    each token is read before the next is scheduled.
     """
     cache, ids = make_prompt_cache(model), mx.array(prompt_ids)[None]
-    with mx.stream(generation_stream):
+    fed, alone = None if feed is None else iter(feed), calls.get("before_token")
 
-        def step(ids):
-            logits = model(ids[None], cache=cache)[:, -1, :]
-            if sampler is None:
-                return mx.argmax(logits, axis=-1)
-            return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    def step(ids):
+        logits = model(ids[None], cache=cache)[:, -1, :]
+        if sampler is None:
+            return mx.argmax(logits, axis=-1)
+        return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
-        fed = None if feed is None else iter(feed)
+    def scheduled(y):
+        y = step(y if fed is None else mx.array([next(fed)]))
+        mx.async_eval(y)
+        return y
 
-        def scheduled(y):
-            y = step(y if fed is None else mx.array([next(fed)]))
-            mx.async_eval(y)
-            return y
-
-        def run(y, n):
-            out, took_s, following = [], [], None
-            begin = time.perf_counter()
-            for i in range(n):
-                if before_token:
-                    before_token()
-                    begin = time.perf_counter()
-                y = scheduled(y) if following is None else following
-                following = scheduled(y) if i + 1 < n and not before_token else None
-                out.append(y.item())
-                end = time.perf_counter()
-                took_s.append(end - begin)
-                begin = end
-            return y, out, np.array(took_s)
-
-        ours = is_loaded(model)
-        if ours:
-            stats(model, reset=True)
-        if before_prompt:
-            before_prompt()
-        begin = time.perf_counter()
+    def rounds():
         read_all_but_last(model, ids, cache)
-        y = step(ids[0, -1:])
-        first = y.item()
-        prefill_s = time.perf_counter() - begin
-        y, warm, _ = run(y, warmup)
-        if ours:
-            stats(model, reset=True)
-        if before_clock:
-            before_clock()
-        y, out, step_s = run(y, tokens)
-    return Decoded(
-        tokens=[first, *warm, *out],
-        prefill_s=prefill_s,
-        decode_s=float(step_s.sum()),
-        step_s=step_s.round(7).tolist(),
-        counters=stats(model).decode if ours else None,
-        decode_tokens=tokens,
-    )
+        y, following = step(ids[0, -1:]), None
+        yield [y.item()], None
+        for n in range(1, warmup + tokens + 1):
+            y = scheduled(y) if following is None else following
+            following = None if alone or n in (warmup, warmup + tokens) else scheduled(y)
+            yield [y.item()], None
+
+    with mx.stream(generation_stream):
+        return _timed(model, rounds(), tokens, warmup, **calls)
 
 
 def decode_drafted(
@@ -140,58 +109,72 @@ def decode_drafted(
     num_drafts: int | str | Policy,
     tokens: int,
     warmup: int = 0,
-    before_clock: Callable[[], Any] | None = None,
-    before_prompt: Callable[[], Any] | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
+    **calls: Callable[[], Any] | None,
 ) -> Decoded:
-    """Decode as ``decode`` does, with a draft.
+    """Decode as ``decode`` does, with a draft: the clock starts and stops between its rounds."""
 
-    The clock starts at the end of the round that completes the prompt's next token and the warm-up,
-    and stops at the end of the last round.
-    """
-    most = 1 + warmup + tokens
-    stats(model, reset=True)
+    def rounds():
+        made, most = [], 1 + warmup + tokens
+        steps = speculative_generate_step(
+            mx.array(prompt_ids),
+            model,
+            draft,
+            num_draft_tokens=num_drafts,
+            max_tokens=most,
+            sampler=sampler,
+        )
+        with closing(steps):
+            for n, (token, _, _, r) in enumerate(steps, 1):
+                made.append(token)
+                if len(made) > r.accepted or n == most:  # the round is complete
+                    yield made, (r.drafted, r.accepted, r.draft_s, r.verify_s)
+                    made = []
+
+    return _timed(model, rounds(), tokens, warmup, **calls)
+
+
+def _timed(
+    model, rounds, tokens, warmup, before_prompt=None, before_clock=None, before_token=None
+) -> Decoded:
+    """Time rounds: each gives its tokens, and with a draft what it drafted."""
+    out, step_s, told, first = [], [], [], None
+    if ours := is_loaded(model):
+        stats(model, reset=True)
     if before_prompt:
         before_prompt()
-    out, rounds, step_s, timed, begin = [], [], [], None, time.perf_counter()
-    steps = speculative_generate_step(
-        mx.array(prompt_ids),
-        model,
-        draft,
-        num_draft_tokens=num_drafts,
-        max_tokens=most,
-        sampler=sampler,
-    )
-    with closing(steps):
-        for token, _, _, r in steps:
-            now = time.perf_counter()
+    begin = time.perf_counter()
+    with closing(rounds):
+        for made, drafted in rounds:
+            took_s = time.perf_counter() - begin
             if not out:
-                prefill_s = now - begin
-            if not rounds or r is not rounds[-1]:
-                rounds.append(r)
-                of_round = 0
-            out.append(token)
-            of_round += 1
-            if of_round > r.accepted or len(out) == most:  # the round is complete
-                if timed is not None:
-                    step_s.append(now - begin)
-                elif len(out) > warmup:
-                    timed = len(out), len(rounds)
+                prefill_s = took_s
+            out += made
+            if first is not None:
+                step_s.append(took_s)
+                told.append(drafted)
+            elif len(out) > warmup:
+                first = len(out)
+                if ours:
                     stats(model, reset=True)
-                    if before_clock:
-                        before_clock()
-                    now = time.perf_counter()
-                begin = now
-    both = stats(model)  # a verify pass of many tokens counts as a prompt's
-    counters = {k: v + getattr(both.prefill, k) for k, v in asdict(both.decode).items()}
+                if before_clock:
+                    before_clock()
+            if before_token and len(out) <= warmup + tokens:
+                before_token()
+            begin = time.perf_counter()
+    counters = None
+    if ours:
+        both = stats(model)  # a verify pass of many tokens counts as a prompt's
+        counted = {k: v + getattr(both.prefill, k) for k, v in asdict(both.decode).items()}
+        counters = Counters(**counted)
     return Decoded(
         tokens=out,
         prefill_s=prefill_s,
         decode_s=sum(step_s),
         step_s=np.round(step_s, 7).tolist(),
-        counters=Counters(**counters),
-        decode_tokens=most - timed[0],
-        rounds=[(r.drafted, r.accepted, r.draft_s, r.verify_s) for r in rounds[timed[1] :]],
+        counters=counters,
+        decode_tokens=len(out) - first,
+        rounds=[drafted for drafted in told if drafted],
     )
 
 

@@ -1,8 +1,8 @@
 """Run a command, or call a function in a new process, with less memory than the machine has.
 
-It takes the first of two strategies that works: a memory cgroup (version 2 or 1), or ``systemd-run
---user``. Both limit the new process together with its page cache, and kill it when it needs more.
-Where neither works, ``NoLimit`` says why.
+It takes the first strategy that works: a memory cgroup (version 2 or 1), or ``systemd-run --user``.
+Both limit the new process together with its page cache, and kill it when it needs more. Where
+neither works, ``NoLimit`` says why.
 
 A page that another process brought into the page cache is charged to that process and served for
 free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
@@ -25,11 +25,15 @@ from typing import Any
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+V1, V2 = "cgroup v1", "cgroup v2"
+FILES = {  # of a cgroup: its limit, and what forbids it to swap
+    V1: ("memory.limit_in_bytes", "memory.swappiness"),
+    V2: ("memory.max", "memory.swap.max"),
+}
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # not on macOS
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is a shell's exit status for it
 SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet")
-STRATEGIES = ("cgroup", "systemd-run")
 
 
 class NoLimit(OSError):
@@ -67,23 +71,20 @@ class Prepared:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def move(self, nbytes: int) -> None:
-        """Set the limit of a cgroup in which a command runs, which the kernel may kill at once."""
-        names = ("memory.max", "memory.limit_in_bytes")
-        (file,) = [f for name in names if (f := self.group / name).exists()]
-        file.write_text(str(nbytes))
+        """Set the cgroup's limit; the kernel may kill a command that runs in it at once."""
+        (self.group / FILES[self.how][0]).write_text(str(nbytes))
 
 
 def run(
     argv: Sequence[str],
     nbytes: int | None = None,
-    strategies: Sequence[str] = STRATEGIES,
     timeout_s: float | None = None,
 ) -> Limited:
     """Run a command, its memory limited to ``nbytes``, page cache included.
 
     On Linux it is killed when this process ends.
     """
-    with limited(nbytes, strategies) as (prepared, _):
+    with limited(nbytes) as prepared:
         done = subprocess.run(
             [*prepared.prefix, *argv],
             capture_output=True,
@@ -95,31 +96,28 @@ def run(
 
 
 @contextmanager
-def limited(
-    nbytes: int | None = None, strategies: Sequence[str] = STRATEGIES
-) -> Iterator[tuple[Prepared, dict[str, str]]]:
-    """Prepare a limit for commands that are started inside the block.
-
-    Yields how to start them, and why earlier strategies could not be used.
-    """
-    prepared, refused = Prepared() if nbytes is None else None, {}
-    for name in strategies if prepared is None else ():
-        try:
-            prepared = _cgroup(nbytes) if name == "cgroup" else _systemd_run(nbytes)
-            break
-        except (OSError, subprocess.SubprocessError) as error:
-            refused[name] = str(error)
-    if prepared is None:
-        reasons = "; ".join(f"{name}: {why}" for name, why in refused.items())
-        raise NoLimit(
-            f"cannot limit memory here: {reasons}. It takes Linux, and either root or a user's "
-            "systemd session with the memory controller."
-        )
+def limited(nbytes: int | None = None) -> Iterator[Prepared]:
+    """Prepare a limit for commands that are started inside the block."""
+    prepared = Prepared() if nbytes is None else _prepare(nbytes)
     try:
-        yield prepared, refused
+        yield prepared
     finally:
         if prepared.group:
             _remove(prepared.group)
+
+
+def _prepare(nbytes):
+    """The first of the strategies that works."""
+    refused = []
+    for name, strategy in (("cgroup", _cgroup), ("systemd-run", _systemd_run)):
+        try:
+            return strategy(nbytes)
+        except (OSError, subprocess.SubprocessError) as error:
+            refused.append(f"{name}: {error}")
+    raise NoLimit(
+        f"cannot limit memory here: {'; '.join(refused)}. It takes Linux, and either root or a "
+        "user's systemd session with the memory controller."
+    )
 
 
 def call(
@@ -157,7 +155,7 @@ def lower(nbytes: int) -> None:
     refuses such a limit instead, so the process then kills itself.
     """
     try:
-        Prepared(group=_own_cgroup()[1]).move(nbytes)
+        Prepared((), *_own_cgroup()[1:]).move(nbytes)
     except OSError as error:
         if error.errno != errno.EBUSY:
             raise
@@ -174,51 +172,41 @@ def main(function: str, arguments: str) -> None:
         sys.exit(str(error))
 
 
-# The strategy "cgroup"
-
-
 def _cgroup(nbytes):
     """Make a cgroup with a limit, in the nearest group that a process may join from here."""
     try:
-        top, own, is_first = _own_cgroup()
+        top, own, how = _own_cgroup()
     except OSError:
         raise OSError("this system has no cgroups") from None
-    # A group that has processes cannot limit its children: take the nearest above that does.
+    # In version 2 a group that has processes cannot limit its children: take the nearest above.
     above = [g for g in (own, *own.parents) if g.is_relative_to(top) and _limits_children(g)]
-    if not (parents := [own] if is_first else above):
-        raise OSError("cgroup v2: no group above this process hands on the memory controller")
-    whys, how = [], f"cgroup v{1 if is_first else 2}"
-    for parent in parents:
+    whys = []
+    for parent in [own] if how == V1 else above:
         group = parent / f"moelab-{os.getpid()}-{time.monotonic_ns()}"
+        prepared = Prepared((), group, how)
         try:
             group.mkdir()
-        except OSError as error:
-            whys.append(error.strerror)
-            continue
-        try:
-            prepared = Prepared(group=group, how=how)
-            limit = group / ("memory.limit_in_bytes" if is_first else "memory.max")
-            limit.write_text(str(nbytes))
-            swap = group / ("memory.swappiness" if is_first else "memory.swap.max")
+            prepared.move(nbytes)
+            swap = group / FILES[how][1]
             if swap.exists():  # without swap there is no file, and nothing to forbid
                 swap.write_text("0")
             subprocess.run(["true"], check=True, preexec_fn=prepared.before_exec)
             return prepared
         except (OSError, subprocess.SubprocessError) as error:
-            whys.append(getattr(error, "strerror", None) or str(error))
+            whys.append(f"no group may be made in {parent}: {error}")
             _remove(group)
-    raise OSError(f"no group may be made in {parents[0]} ({how}: {whys[0]})")
+    raise OSError(whys[0] if whys else "no group above this process hands on the memory controller")
 
 
 def _own_cgroup():
-    """The folder of cgroups that limit memory, this process's own, whether of version 1."""
+    """The folder of cgroups that limit memory, this process's own one, and their version."""
     groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
-    is_first = "memory" in groups
-    top = CGROUPS / "memory" if is_first else CGROUPS
-    return top, top / groups.get("memory" if is_first else "", "/").lstrip("/"), is_first
+    how, name, top = (V1, "memory", CGROUPS / "memory") if "memory" in groups else (V2, "", CGROUPS)
+    return top, top / groups.get(name, "/").lstrip("/"), how
 
 
 def _limits_children(group):
+    """Whether a group of version 2 hands the memory controller on."""
     try:
         return "memory" in (group / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -226,22 +214,19 @@ def _limits_children(group):
 
 
 def _remove(group):
+    """Remove a cgroup once the kernel has torn its last process down."""
     for _ in range(50):
         try:
             return group.rmdir()
         except FileNotFoundError:
             return
-        except OSError:  # the kernel is still tearing the last process down
+        except OSError:
             time.sleep(0.1)
-
-
-# The strategy "systemd-run"
 
 
 def _systemd_run(nbytes):
     """The words that start a command in a scope of the user's systemd session."""
-    limits = ("-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0")
-    prefix = (*SYSTEMD_RUN, *limits)
+    prefix = (*SYSTEMD_RUN, "-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0")
     # A session without the memory controller makes the scope, which then limits nothing.
     path = f'{CGROUPS}"$(sed -n s/^0:://p {OWN_CGROUPS})"/memory.max'
     words = [*prefix, "sh", "-c", f"cat {path}"]

@@ -1,4 +1,4 @@
-"""The operating system's page cache: drop a file from it, fill it, and see what is in it."""
+"""The operating system's page cache: drop a file from it, and see what is in it."""
 
 import ctypes
 import mmap
@@ -6,9 +6,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-
-# Bytes of one read, when a file is read to bring it into the page cache.
-FILL_NBYTES = 16 << 20
 
 
 def tensor_files(path: str | Path) -> list[Path]:
@@ -20,7 +17,7 @@ def drop_pages(path: str | Path) -> str:
     """Drop a file, or a model folder's tensors, as far as this system allows without root.
 
     Returns how, for the record of a measurement that calls itself cold. Pages that have not been
-    written to the disk yet stay: see ``write_back``.
+    written to the disk yet stay.
     """
     if not hasattr(os, "posix_fadvise"):
         return "F_NOCACHE: nothing new is cached, but what already was may still answer"
@@ -28,21 +25,6 @@ def drop_pages(path: str | Path) -> str:
         with open(file, "rb") as f:
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return "POSIX_FADV_DONTNEED"
-
-
-def write_back(path: str | Path) -> None:
-    """Write pages of a file, or of a model folder's tensors, that only memory has to the disk."""
-    for file in tensor_files(path):
-        with open(file, "rb") as f:
-            os.fsync(f.fileno())
-
-
-def fill(path: str | Path) -> None:
-    """Read a file, or a model folder's tensors, so that all of it is cached if memory allows."""
-    for file in tensor_files(path):
-        with open(file, "rb", buffering=0) as f:
-            while f.read(FILL_NBYTES):
-                pass
 
 
 def cached_nbytes(path: str | Path) -> int | None:

@@ -1,20 +1,13 @@
-"""Programs of several ranks on this machine: over MLX's ring, or over NCCL with a GPU for each.
-
-everywhere(n, function, ...)   calls a function in each rank, pinned to a core, memory limited
-start(commands, folder)        starts one process for each command
-finish(processes)              waits for their ends
-"""
+"""A function called in several ranks on this machine: over MLX's ring, or over NCCL."""
 
 import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,15 +18,6 @@ from ..streaming.ranks import joined
 from . import limit
 
 TIMEOUT_S = 300  # seconds that ranks may take
-
-
-@dataclass
-class Rank:
-    """How the process of one rank ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 def hosts(n: int) -> list[list[str]]:
@@ -64,36 +48,6 @@ def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, 
     return [{**shared, "MLX_RANK": str(rank), **mine} for rank, mine in enumerate(own)]
 
 
-def start(commands: list[list[str]], folder: Path) -> list[subprocess.Popen]:
-    """Start ``python`` with each list of words, as the ranks of one ring."""
-    return [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env={**os.environ, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for words, variables in zip(commands, environments(len(commands), folder))
-    ]
-
-
-def finish(processes: list[subprocess.Popen], timeout_s: float = 240) -> list[Rank]:
-    """Wait for ranks; in the end none is left running."""
-    try:
-        outs = [p.communicate(timeout=timeout_s) for p in processes]
-        return [Rank(p.returncode, *out) for p, out in zip(processes, outs)]
-    finally:
-        stop(processes)
-
-
-def stop(processes: list[subprocess.Popen]) -> None:
-    """End the processes that still run."""
-    for p in processes:
-        p.kill()
-        p.wait()
-
-
 def everywhere(
     n: int, function: Callable, *args: Any, backend: str = "ring", nbytes: int | None = None
 ) -> list[Any]:
@@ -103,17 +57,15 @@ def everywhere(
     ring a rank is pinned to a CPU core where the system can do that; with NCCL it has a GPU.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    named = f"{function.__module__}:{function.__name__}", backend, *args
-    call = [f"{__name__}:in_rank", json.dumps(named)]
+    named = json.dumps((f"{function.__module__}:{function.__name__}", backend, *args))
+    call = [sys.executable, "-m", "moelab.lab", "call", f"{__name__}:in_rank", named]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(n) as threads:
         commands = []
         for rank, variables in enumerate(environments(n, Path(folder), backend)):
-            pinned = ["taskset", "-c", str(cores[rank % len(cores)])] if cores else []
-            names = [f"{name}={value}" for name, value in variables.items()]
-            words = [*(pinned if backend == "ring" else []), "env", *names, sys.executable, "-m"]
-            commands.append([*words, "moelab.lab", "call", *call])
-        run = partial(limit.run, nbytes=nbytes, timeout_s=TIMEOUT_S)
-        done = list(threads.map(run, commands))
+            core = cores[rank % len(cores)] if cores and backend == "ring" else None
+            pinned = [] if core is None else ["taskset", "-c", str(core)]
+            commands.append([*pinned, "env", *map("=".join, variables.items()), *call])
+        done = list(threads.map(partial(limit.run, nbytes=nbytes, timeout_s=TIMEOUT_S), commands))
     for rank, each in enumerate(done):
         if each.returncode:
             raise OSError(f"rank {rank} of {n}: {each.returncode}: {each.stderr[-2000:]}")

@@ -53,11 +53,11 @@ class Variant:
         if config.mode in SLOT_MODES:
             cache |= {} if config.asks_for_slots else {"slots": config.slots}
             cache |= {} if config.policy == "auto" else {"policy": config.policy}
+        facts = {"top_k": config.top_k, "limit_nbytes": self.limit_nbytes}
         return {
             "mode": config.mode,
             **cache,
-            **({"top_k": config.top_k} if config.top_k else {}),
-            **({"limit_nbytes": self.limit_nbytes} if self.limit_nbytes else {}),
+            **{name: value for name, value in facts.items() if value},
             **(drafts if self.draft else {}),
             **({"cold": self.cold} if self.cold != "no" else {}),
             **({} if config.reads == "auto" else {"direct": config.reads == "direct"}),
@@ -129,6 +129,7 @@ class Opened:
         if variant.draft:
             self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
         self.nbytes = mx.get_active_memory() - before
+        self.predicted_nbytes = footprint(self.path, session_of(self.model).config).total_nbytes
 
     def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
         """The columns of a run."""
@@ -137,8 +138,8 @@ class Opened:
         if feed:
             ids, fed = texts_of(feed, warmup + tokens, self.path)
         else:
-            is_text = isinstance(prompt, str)
-            ids, fed = encode(self.tokenizer, prompt) if is_text else list(prompt), None
+            ids = encode(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+            fed = None
         amount = {"tokens": tokens, "warmup": warmup}
         if variant.config.prefetch == "oracle":
             with record(model) as trace:
@@ -152,55 +153,40 @@ class Opened:
                 drop()
             disk.append(oscache.disk_read_nbytes())
 
-        given = {**amount, "before_clock": before_clock, "before_prompt": drop}
-        given["sampler"] = make_sampler(temp) if temp else None
+        sampled = {**amount, "sampler": make_sampler(temp) if temp else None}
+        run = partial(decode, feed=fed, before_token=drop if variant.cold == "token" else None)
         if self.make_draft:
-            is_oracle = variant.draft == "oracle"  # an oracle needs the text beforehand
-            mx.random.seed(seed)
-            text = (
-                decode(model, ids, **amount, sampler=given["sampler"]).tokens if is_oracle else []
-            )
-            draft, number = self.make_draft(ids, text), variant.num_drafts
+            text = []
+            if variant.draft == "oracle":  # it needs the text beforehand
+                mx.random.seed(seed)
+                text = decode(model, ids, **sampled).tokens
+            draft = self.make_draft(ids, text)
+            run = partial(decode_drafted, draft=draft, num_drafts=variant.num_drafts)
         mx.random.seed(seed)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        if self.make_draft:
-            ran = decode_drafted(model, ids, draft, number, **given)
-        else:
-            ran = decode(
-                model,
-                ids,
-                **given,
-                feed=fed,
-                before_token=drop if variant.cold == "token" else None,
-            )
+        ran = run(model, ids, **sampled, before_clock=before_clock, before_prompt=drop)
         disk.append(oscache.disk_read_nbytes())
-        peak, taken, counters = mx.get_peak_memory(), session_of(model), asdict(ran.counters)
-        del counters["tokens"]
-        row = {
+        plan, row = session_of(model).plan, vars(ran) | asdict(ran.counters)
+        del row["counters"], row["rounds"]
+        row |= {
+            "tokens": ran.tokens,  # the counters have as many as were decoded
             "prompt_tokens": len(ids),
-            "tokens": ran.tokens,
-            "prefill_s": ran.prefill_s,
-            "decode_tokens": ran.decode_tokens,
-            "decode_s": ran.decode_s,
-            "step_s": ran.step_s,
-            **counters,
             "held_nbytes": self.nbytes,
             **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
-            "peak_nbytes": self.nbytes + peak - before,
-            "predicted_nbytes": footprint(self.path, taken.config).total_nbytes,
+            "peak_nbytes": self.nbytes + mx.get_peak_memory() - before,
+            "predicted_nbytes": self.predicted_nbytes,
             "rss_end_nbytes": psutil.Process().memory_info().rss,
-            **({"plan": taken.plan.reason, "slots": taken.plan.slots} if taken.plan else {}),
+            **({"plan": plan.reason, "slots": plan.slots} if plan else {}),
             **variant.facts,
         }
         if ran.rounds:
             drafted, accepted, draft_s, verify_s = zip(*ran.rounds)
-            with_drafts = [a + 1 for d, a in zip(drafted, accepted) if d]
             row |= {
                 "rounds": len(ran.rounds),
                 "drafted": sum(drafted),
                 "accepted": sum(accepted),
-                "committed": with_drafts,
+                "committed": [a + 1 for d, a in zip(drafted, accepted) if d],
                 "draft_s": sum(draft_s),
                 "verify_s": sum(verify_s),
             }

@@ -34,7 +34,7 @@ class Served:
         self, model: str | Path, log: Path, *options: str, limit_nbytes: int | None = None
     ):
         self.log, self._stack = Path(log), ExitStack()
-        prepared, _ = self._stack.enter_context(limit.limited(limit_nbytes))
+        prepared = self._stack.enter_context(limit.limited(limit_nbytes))
         self.limit = prepared
 
         def before_exec():

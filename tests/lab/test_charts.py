@@ -28,7 +28,7 @@ WORDS = {"title": "t", "finding": "found"}
 def test_bars_follow_from_the_columns():
     fig = charts.bars(samples(), "seconds * 1e3", axis="ms", ceilings={"limit": 9000.0}, **WORDS)
     assert fig.layout.meta["alt"] == "Bars of ms. a 2000, b 5000."
-    note = fig.layout.title.subtitle.text
+    note = fig.layout.meta["note"]
     assert "tiny, page cache warm, n=3 to 6" in note and "here: " in note
     assert list(fig.data[0].x) == [2000, 5000] and fig.layout.xaxis.range[1] > 9000
     numbers = samples().assign(drafts=["0", "7", "auto"] * 3)  # names, no places on an axis
@@ -57,11 +57,13 @@ def test_a_flat_line_is_told_in_one_number():
 
 def test_a_chart_says_which_machine_was_recorded():
     both = records.together({"here": samples(), "there": samples("cuda_x")})
-    note = charts.bars(both, "seconds", panel="source", axis="s", **WORDS)
-    note = note.layout.title.subtitle.text.replace("<br>", " ")
-    assert "recorded: H9, CUDA, mlx 1, moelab 3, 2026-01-01" in note and "here: " in note
-    alone = charts.bars(samples("cuda_x"), "seconds", axis="s", **WORDS)
-    assert "recorded: Z80" in alone.layout.title.subtitle.text and not alone.layout.meta["here"]
+    meta = charts.bars(both, "seconds", panel="source", axis="s", **WORDS).layout.meta
+    assert "recorded: H9, CUDA backend, 2026-01-01" in meta["note"] and "here: " in meta["note"]
+    assert any("mlx 1, mlx-lm 2, moelab 3" in line for line in meta["machines"])
+    alone = charts.bars(samples("cuda_x"), "seconds", axis="s", **WORDS).layout.meta
+    assert "here" not in alone["note"]
+    counted = charts.bars(records.computed([{"variant": "a", "x": 1}]), "x", axis="x", **WORDS)
+    assert not counted.layout.meta["machines"]  # arithmetic has no machine
 
 
 def test_a_timeline_has_a_bar_for_each_span():

@@ -7,7 +7,6 @@ from moelab.lab import ranks as processes
 from moelab.lab.__main__ import main
 from moelab.lab.decode import decode
 from moelab.lab.experiments import ranks
-from moelab.lab.experiments import several_machines as several
 from moelab.streaming.model import load_model
 
 TINY_MOE = DATA / "models" / "tiny-moe"
@@ -27,7 +26,7 @@ def test_ranks_of_this_machine():
 
 def test_texts_that_differ_are_no_record(monkeypatch):
     """A rank that decodes other tokens, or with other bits, is an error."""
-    row = {"tokens": [1], "digest": "a", "bytes_read": 0, "disk_nbytes": 0, "decode_s": 1.0}
+    row = {"tokens": [1], "digest": "a", "bytes_read": 0, "decode_s": 1.0}
     for wrong in ({"tokens": [2]}, {"digest": "b"}):
         monkeypatch.setattr(ranks, "everywhere", lambda n, *_, w=wrong, **__: [row, row | w][:n])
         with pytest.raises(ValueError, match="the same text of 2 ranks"):
@@ -64,11 +63,3 @@ def test_the_environment_of_two_gpus(tmp_path):
 def test_wrong_words(words, capsys):
     assert main(["ranks", *words.split()]) == 1
     assert "expected OUT MODEL" in capsys.readouterr().err
-
-
-def test_placements():
-    made = several.placements(("code", "prose"), ((2, 16),))
-    over = made.pivot(index="text", columns="placement", values="over_number")
-    number, trace, hot, least = (over[name] for name in several.PLACEMENTS)
-    assert (number == 1).all() and (trace < 1).all() and (hot > 1).all()
-    assert (over[several.BALANCE] < least).all() and (least < trace).all()

@@ -8,9 +8,9 @@ import families
 import numpy as np
 import pytest
 import rank_decode
+import rank_processes as ranks
 
 import moelab
-from moelab.lab import ranks
 from moelab.streaming.ranks import balanced, by_number
 
 HELPERS = Path(rank_decode.__file__).parent

@@ -273,7 +273,7 @@ def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(tmp_path):
     file = max((TINY_MOE / "heldout").glob("*.py"))
     argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file)]
     try:
-        with limit.limited(215 * MB) as (prepared, _):
+        with limit.limited(215 * MB) as prepared:
             if prepared.group is None:
                 pytest.skip("this process cannot make a cgroup whose limit it could lower")
             told = tmp_path / "told"

@@ -184,27 +184,29 @@ SHOWN = {  # columns of the report's table
 def report(samples: "DataFrame") -> str:
     """Write the medians of a bench, each mode's speed over the resident model's, and its plan."""
     s, alive = samples.attrs["settings"], samples[~samples.killed]
-    shown = {n: c for n, c in SHOWN.items() if c.partition(" ")[0] in samples}
-    columns = {label: alive.eval(column) for label, column in shown.items()}
-    columns = records.pandas().DataFrame(columns)
-    table = columns.groupby(alive.variant, sort=False).median()
-    if s["baseline"] in table.index:
-        ratios = records.ratios(samples, s["baseline"])[["median", "low", "high"]]
+    shown = {n: alive.eval(c) for n, c in SHOWN.items() if c.partition(" ")[0] in samples}
+    by_variant = alive[["variant"]].assign(**shown).groupby("variant", sort=False)
+    table, baseline = by_variant.median(), s["baseline"]
+    if baseline in table.index:
+        ratios = records.ratios(samples, baseline)[["median", "low", "high"]]
         table = table.join(ratios.add_prefix("of resident, "))
-        same = records.same_tokens(samples, s["baseline"])
+        same = records.same_tokens(samples, baseline)
         said = {n: "same" if a == b else f"DIFFER in {b - a} of {b}" for n, (a, b) in same.items()}
         table["tokens"] = table.index.map(said)
-    lines = [
-        machine.card_line(samples.attrs["machine"]),
-        f"{s['model']}, {s['tokens']} tokens a run, page cache {s['cache_state']}, medians of "
-        f"{samples['round'].nunique()} rounds in random order",
-        table.to_string(float_format="{:.4g}".format, na_rep="-"),
-    ]
-    if "plan" in alive:
-        plans = alive.dropna(subset="plan").groupby("variant", sort=False).plan.first()
-        lines += [f"{name}: {plan}" for name, plan in plans.items()]
-    dead = dict.fromkeys(samples[samples.killed].variant)
-    return "\n".join(lines + [f"killed for its memory: {name}" for name in dead])
+    plans = alive.dropna(subset="plan").drop_duplicates("variant") if "plan" in alive else alive[:0]
+    return "\n".join(
+        [
+            machine.card_line(samples.attrs["machine"]),
+            f"{s['model']}, {s['tokens']} tokens a run, page cache {s['cache_state']}, medians of "
+            f"{samples['round'].nunique()} rounds in random order",
+            table.to_string(float_format="{:.4g}".format, na_rep="-"),
+            *(f"{row.variant}: {row.plan}" for row in plans.itertuples()),
+            *(
+                f"killed for its memory: {name}"
+                for name in samples.variant[samples.killed].unique()
+            ),
+        ]
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,79 +218,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of its own, and the resident model one without a limit. Exit status 3: other tokens."
     )
     add_model(parser)
-    parser.add_argument(
-        "--modes",
-        default="resident,serial,buffers,stacked,fused",
-        help="divided by commas; fields of StreamConfig may follow a slash, as in "
-        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)",
+    add, texts = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    fields_too = (
+        "divided by commas; fields of StreamConfig may follow a slash, as in "
+        "resident,fused,fused/readers=1/slots=32 (default: %(default)s)"
     )
+    add("--modes", default="resident,serial,buffers,stacked,fused", help=fields_too)
     add_number(parser, "--tokens", 64, "timed in each run")
     add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
     add_number(parser, "--runs", 5, "rounds that are kept")
-    text = parser.add_mutually_exclusive_group()
-    text.add_argument(
-        "--prompt",
-        type=prompt_text,
-        action="append",
-        metavar="TEXT",
-        help="again for more; - reads standard input (default: the built-in ones)",
-    )
-    text.add_argument(
-        "--prompt-tokens",
-        type=several(positive),
-        metavar="N",
-        help="so many of tiny-moe's held-out text; several lengths take turns",
-    )
-    text.add_argument(
-        "--feed",
-        metavar="TRACE",
-        help="read this trace's text in place of a prompt and of decoded tokens",
-    )
+    again = "again for more; - reads standard input (default: the built-in ones)"
+    texts("--prompt", type=prompt_text, action="append", metavar="TEXT", help=again)
+    heldout = "so many of tiny-moe's held-out text; several lengths take turns"
+    texts("--prompt-tokens", type=several(positive), metavar="N", help=heldout)
+    fed = "read this trace's text in place of a prompt and of decoded tokens"
+    texts("--feed", metavar="TRACE", help=fed)
     add_sampling(parser, ("--temp",))
-    parser.add_argument(
-        "--limits",
-        type=several(or_none(positive)),
-        metavar="MB",
-        default=(None,),
-        help="memory of each run, page cache included; or several, and none",
-    )
-    parser.add_argument(
-        "--draft",
-        type=not_empty,
-        metavar="DRAFT",
-        help="lookup, self, oracle, or the folder of a model or a DFlash draft",
-    )
-    parser.add_argument(
-        "--lengths",
-        type=several(or_auto(zero_or_more)),
-        metavar="N",
-        default=(4, "auto"),
-        help="drafts in a round; auto: the policy (default: 4,auto)",
-    )
-    parser.add_argument(
-        "--packed",
-        type=not_empty,
-        metavar="FOLDER",
-        help="measure this copy from python -m moelab repack, too",
-    )
-    parser.add_argument(
-        "--direct",
-        action="store_true",
-        help="measure reads through the page cache and past it (Linux)",
-    )
-    parser.add_argument(
-        "--cold",
-        choices=COLD,
-        default="no",
-        metavar="WHEN",
-        help="no, or drop the file from the page cache before a prompt or token",
-    )
-    parser.add_argument(
-        "--json",
-        type=not_empty,
-        metavar="FILE",
-        help="keep raw samples, machine and settings there",
-    )
+    limits = {"type": several(or_none(positive)), "metavar": "MB", "default": (None,)}
+    add("--limits", **limits, help="memory of each run, page cache included; or several, and none")
+    drafts = "lookup, self, oracle, or the folder of a model or a DFlash draft"
+    add("--draft", type=not_empty, metavar="DRAFT", help=drafts)
+    lengths = {"type": several(or_auto(zero_or_more)), "metavar": "N", "default": (4, "auto")}
+    add("--lengths", **lengths, help="drafts in a round; auto: the policy (default: 4,auto)")
+    packed = "measure this copy from python -m moelab repack, too"
+    add("--packed", type=not_empty, metavar="FOLDER", help=packed)
+    past = "measure reads through the page cache and past it (Linux)"
+    add("--direct", action="store_true", help=past)
+    cold = "no, or drop the file from the page cache before a prompt or token"
+    add("--cold", choices=COLD, default="no", metavar="WHEN", help=cold)
+    kept = "keep raw samples, machine and settings there"
+    add("--json", type=not_empty, metavar="FILE", help=kept)
     add_stream_options(parser, MEASURED_SLOTS)
 
 
@@ -307,18 +266,9 @@ def run(args: argparse.Namespace) -> int:
     prompts = args.prompt or PROMPTS
     if args.prompt_tokens:
         prompts = heldout_ids(args.model, args.prompt_tokens, args.runs)
-    samples = measure(
-        args.model,
-        variants,
-        tokens=args.tokens,
-        runs=args.runs,
-        warmup=args.warmup,
-        prompts=prompts,
-        on_round=partial(records.save, args.json) if args.json else None,
-        feed=args.feed,
-        temp=args.temp,
-        progress=True,
-    )
+    given = {name: getattr(args, name) for name in ("tokens", "runs", "warmup", "feed", "temp")}
+    keep = partial(records.save, args.json) if args.json else None
+    samples = measure(args.model, variants, prompts=prompts, on_round=keep, progress=True, **given)
     records.print_and_save(report(samples), samples, args.json)
     return 0 if _as_resident(samples) else OTHER_TOKENS
 

@@ -72,12 +72,10 @@ def told(samples: "DataFrame") -> "DataFrame":
     cache and on disk.
     """
     out = samples[samples["mode"] != "resident"].copy()
-    without = out["mode"] == "buffers"
-    host = out.variant.str.contains("source=host")
-    kinds = [without, host, out.direct.eq(True)]
-    out["reads"] = np.select(kinds, [NO_SLOTS, HOST, DIRECT], COPIED)
-    out["slots"] = out.slots.mask(without, 0).astype(float)
-    out["slots"] = out.groupby("variant").slots.transform("median")  # a plan's vary
+    without, host = out["mode"] == "buffers", out.variant.str.contains("source=host")
+    out["reads"] = np.select([without, host, out.direct.eq(True)], [NO_SLOTS, HOST, DIRECT], COPIED)
+    slots = out.slots.mask(without, 0).astype(float)
+    out["slots"] = slots.groupby(out.variant).transform("median")  # a plan's vary
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
     out["ms"], out["wait_ms"] = out.token_s * 1e3, 1e3 * out.wait_s / out.decode_tokens
     needed = out.hits + out.misses
@@ -116,27 +114,31 @@ def replayed(
     """
     trace, rows = trace or routing(), []
     kept = samples[~samples.killed & samples["reads"].isin((COPIED, DIRECT, HOST))]
-    for (mb, name), part in kept.groupby(
-        [kept.limit_nbytes.fillna(float("inf")) / 1e6, "variant"], sort=False
-    ):
+    limits = kept.limit_nbytes.fillna(float("inf"))
+    for (limit_nbytes, name), part in kept.groupby([limits, "variant"], sort=False):
         one, tokens = part.iloc[0], int(part.decode_tokens.iloc[0])
         skip = int(one.prompt_tokens) + len(one.tokens) - 1 - tokens
-        slots, given = int(one.slots), costs if mb < float("inf") else costs.all_warm()
-        source = "host" if one.reads == HOST else "disk"
+        slots, source = int(one.slots), "host" if one.reads == HOST else "disk"
+        given = costs if limit_nbytes < float("inf") else costs.all_warm()
         given = costs.from_host() if source == "host" else given
-        memory = max(mb * 1e6, sizes.other_nbytes + slots * sizes.slot_nbytes)
-        setting = slots, policy_of("auto", source), one.reads == DIRECT
-        part_of_trace = trace[: skip + tokens]
-        (r,) = advice.replay_settings(sizes, memory, part_of_trace, given, [setting], skip).values()
-        ms, disk = part.ms.median(), part.get("disk_nbytes", part.ms * 0).median() / tokens / 1e6
-        rows.append(
-            {
-                **{"variant": name, "limit_mb": mb, "slots": slots, "reads": one.reads},
-                **{"ms": ms, "replayed_ms": r.mean_s * 1e3, "off": r.mean_s * 1e3 / ms - 1},
-                **{"hit_rate": part.hit_rate.median(), "replayed_hit_rate": r.app_hit_rate},
-                **{"disk_MB": disk, "replayed_disk_MB": r.read_per_token / 1e6},
-            }
-        )
+        memory = max(limit_nbytes, sizes.other_nbytes + slots * sizes.slot_nbytes)
+        asked = [(slots, policy_of("auto", source), one.reads == DIRECT)]
+        text = trace[: skip + tokens]
+        (r,) = advice.replay_settings(sizes, memory, text, given, asked, skip).values()
+        disk_nbytes = part.disk_nbytes.median() if "disk_nbytes" in part else 0.0
+        row = {
+            "variant": name,
+            "limit_mb": limit_nbytes / 1e6,
+            "slots": slots,
+            "reads": one.reads,
+            "ms": part.ms.median(),
+            "replayed_ms": r.mean_s * 1e3,
+            "hit_rate": part.hit_rate.median(),
+            "replayed_hit_rate": r.app_hit_rate,
+            "disk_MB": disk_nbytes / tokens / 1e6,
+            "replayed_disk_MB": r.read_per_token / 1e6,
+        }
+        rows.append(row | {"off": row["replayed_ms"] / row["ms"] - 1})
     out = records.pandas().DataFrame(rows)
     out.attrs = samples.attrs
     return out

@@ -9,7 +9,6 @@ GPU, over NCCL, without limits.
 """
 
 import hashlib
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -26,7 +25,7 @@ from ...speculation.target import vocabulary
 from ...streaming.model import load_model
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
-from .. import machine, oscache, records
+from .. import oscache, records
 from ..decode import decode
 from ..models import folder
 from ..ranks import everywhere
@@ -38,7 +37,6 @@ Group = mx.distributed.Group
 ALL = 1 << 16  # slots, more than there are experts
 RANDOM = "random"
 HELD = "all held"  # every expert has a slot and nothing is read
-EXPERT_NBYTES, READS = 1769472, 8  # to time the SSD: bytes of a read, and reads in flight
 SETTINGS = {  # arguments of ``divided``, by the backend of the ranks
     "ring": {
         "sizes": (1, 2, 4),
@@ -107,23 +105,13 @@ def decode_here(
         prompt, feed = ids[:prompt_tokens].tolist(), ids[prompt_tokens:].tolist() if text else None
         logits = model(mx.array([prompt]), cache=make_prompt_cache(model)).astype(mx.float32)
         digest = hashlib.sha256(np.array(logits).tobytes()).hexdigest()[:16]
-        disk = []  # bytes from the SSD, before and after
-
-        def mark():
-            disk.append(oscache.disk_read_nbytes() or 0)
-
-        found = decode(model, prompt, tokens, warmup, before_clock=mark, feed=feed)
-        mark()
-        layers = session_of(model).layers
-        experts = len(_own(layers[0]))
+        found = decode(model, prompt, tokens, warmup, feed=feed)
+        experts = len(_own(session_of(model).layers[0]))
     return {
         "experts": experts,
-        "layers": len(layers),
-        "layer_s": found.decode_s / tokens / len(layers),
         "prefill_s": found.prefill_s,
         "decode_s": found.decode_s,
         **{k: getattr(found.counters, k) for k in ("hits", "misses", "bytes_read", "wait_s")},
-        "disk_nbytes": disk[1] - disk[0],
         "tokens": found.tokens,
         "digest": digest,
     }
@@ -167,26 +155,18 @@ def divided(
             **({"slots": S} if S else {}),
             **({"rate_bytes_per_s": rate} if rate else {}),
             **each[0],
-            "prompt_tokens": prompt_tokens,
             "decode_tokens": tokens,
             "most_nbytes": max(rank["bytes_read"] for rank in each),
-            "disk_nbytes": sum(rank["disk_nbytes"] for rank in each),
         }
-
-    def ssd(i):
-        file = max(oscache.tensor_files(path), key=os.path.getsize)
-        speed = machine.read_speed(file, True, READS, EXPERT_NBYTES, 256)
-        return {"disk_bytes_per_s": speed}
 
     points = [(S, rate) for S in slots for rate in rates] + [(None, None)] * held
     variants = {
         f"{size(n)}, {_where(*point)}": partial(run, n, *point) for point in points for n in sizes
     }
-    settings = {"model": path.name, "tokens": tokens, "warmup": warmup}
+    settings = {"model": path.name, "tokens": tokens, "warmup": warmup, "backend": backend}
+    settings |= {"prompt_tokens": prompt_tokens, "limit_nbytes": limit_nbytes}
     settings |= {"text": Path(text).name if text else None}
-    settings |= {"backend": backend, "limit_nbytes": limit_nbytes}
-    before = ssd if limit_nbytes else None
-    return records.interleave("ranks divided", variants, runs, settings, 0, each_round=before)
+    return records.interleave("ranks divided", variants, runs, settings, 0)
 
 
 def _where(slots, rate):

@@ -9,7 +9,6 @@ GPU. Of the GPU's own work the host sees only how long it waits for it.
 import os
 import threading
 import unittest.mock
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -50,7 +49,15 @@ HOST = {
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
 # Arithmetic is noted only inside these: native code that reads counts as reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
-MS = {what: f"{column} * 1e3 / decode_tokens" for what, column in HOST.items()}  # ms of a token
+CALLS = {  # the engine's calls that are noted
+    ARITHMETIC: [(Kernel, "__call__")],
+    MLX: [(mx, "eval"), (Session, "routing")],
+    SCHEDULING: [(mx, "async_eval")],
+    READING: [(Ranges, "read"), (Reader, "read_here"), (UploadingReader, "_read_piece")],
+    BEGINNING: [(Reader, "start"), (UploadingReader, "start")],
+    WAITING: [(Reader, "finish"), (UploadingReader, "finish")],
+    None: [(Residency, "bring")],  # a layer's experts, in a lane of their own
+}
 UNIFIED = "unified memory"
 WARMUP = 4  # tokens
 
@@ -94,29 +101,17 @@ class Clock:
 
     def watching(self) -> ExitStack:
         """Inside the block, note the engine's calls for all models."""
-        calls = [
-            (Kernel, "__call__", ARITHMETIC),
-            (mx, "eval", MLX),
-            (mx, "async_eval", SCHEDULING),
-            (Session, "routing", MLX),
-            (Ranges, "read", READING),
-            (Reader, "read_here", READING),
-            (UploadingReader, "_read_piece", READING),
-            (Reader, "start", BEGINNING),
-            (UploadingReader, "start", BEGINNING),
-            (Reader, "finish", WAITING),
-            (UploadingReader, "finish", WAITING),
-        ]
         stack = ExitStack()
-        for owner, name, what in calls:
-            noted = _calling(partial(self.during, what), getattr(owner, name))
-            stack.enter_context(unittest.mock.patch.object(owner, name, noted))
-        bring = _calling(self.bring, Residency.bring)
-        stack.enter_context(unittest.mock.patch.object(Residency, "bring", bring))
+        for what, calls in CALLS.items():
+            for owner, name in calls:
+                through = self.bring if what is None else partial(self.during, what)
+                noted = _calling(through, getattr(owner, name))
+                stack.enter_context(unittest.mock.patch.object(owner, name, noted))
         return stack
 
 
 def _calling(through, call):
+    """A function, so that it can stand for a method, that makes a call through another."""
     return lambda *args, **kwargs: through(call, *args, **kwargs)
 
 
@@ -159,6 +154,7 @@ def measure(
 
 
 def _sample(model, ids, tokens, drop):
+    """The columns of a run."""
     clock, cache, begin = Clock(), make_prompt_cache(model), 0.0
 
     def step(y):
@@ -185,23 +181,17 @@ def _sample(model, ids, tokens, drop):
             first = perf_counter()
             text = decode(mx.array([last]), tokens)
             decode_s = perf_counter() - first
-    spent = defaultdict(float)
+    spent, readers_s = dict.fromkeys(HOST.values(), 0.0), 0.0
     for lane, what, a, b in clock.spans:
-        spent[HOST[what] if lane == "host" else lane] += b - a
-    spent[HOST[PYTHON]] += decode_s - sum(spent[column] for column in HOST.values())
+        if lane == "host":
+            spent[HOST[what]] += b - a
+        readers_s += (b - a) * lane.startswith("moelab-")
+    spent[HOST[PYTHON]] += decode_s - sum(spent.values())
     last = [
-        (lane, what, round(a - begin, 7), round(b - begin, 7))
-        for lane, what, a, b in clock.spans
-        if a >= begin
+        (*of, round(a - begin, 7), round(b - begin, 7)) for *of, a, b in clock.spans if a >= begin
     ]
-    return {
-        "tokens": text,
-        "decode_tokens": tokens,
-        "decode_s": decode_s,
-        **{column: spent[column] for column in HOST.values()},
-        "readers_s": sum(s for lane, s in spent.items() if lane.startswith("moelab-")),
-        "spans": last,
-    }
+    timed = {"tokens": text, "decode_tokens": tokens, "decode_s": decode_s}
+    return timed | spent | {"readers_s": readers_s, "spans": last}
 
 
 def spans(samples: "DataFrame", round_: int = 0) -> "DataFrame":

@@ -6,14 +6,15 @@ widget or a page can show both.
 
 import html
 import math
-import re
 import textwrap
+from collections.abc import Iterable
 
 import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 from IPython.display import HTML, display
 
+from ..machine import card as this_card
 from ..machine import card_line
 
 # Okabe and Ito's colours, distinct for colour-blind readers; yellow, weak on white, comes last.
@@ -23,13 +24,31 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# Pixels, and two counts of characters: a title of so many fits a narrow JupyterLab.
-TITLE_CHARACTERS, NOTE_CHARACTERS = 76, 112
-TITLE_LINE, NOTE_LINE = 22, 16
+# Pixels; the characters of an axis title on a phone.
 PLOT_HEIGHT = 300
-HEADER, FOOTER = 34, 54  # above the plot besides title and note; below it: ticks and axis title
-LEGEND_LINE, LEGEND_WIDTH, LEGEND_KEY, CHARACTER = 22, 800, 55, 7.5
-SPAN, NO_BREAK = re.compile(r"\[[^\[\]]*\]"), "\u00a0"
+TOP, FOOTER = 30, 54  # above the plot; below it: ticks and axis title
+LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
+WIDE, NARROW = 800, 340  # room for a legend on a page and on a phone
+NARROW_CHARACTERS = 34
+
+# How a browser draws a figure as wide as its place: for a live one, and for those of a page.
+DRAW = """
+function draw(el, figure) {
+  const plot = el.appendChild(document.createElement('div'));
+  let width;
+  const redraw = () => {
+    if (!width) return;
+    const {data, layout} = figure();
+    const config = {displaylogo: false, displayModeBar: 'hover'};
+    Plotly.react(plot, data, {...layout, width}, config);
+    if (width < 600) Plotly.relayout(plot, layout.meta.narrow);
+  };
+  new ResizeObserver(() => {
+    if (el.clientWidth !== width) { width = el.clientWidth; redraw(); }
+  }).observe(el);
+  return redraw;
+}
+"""
 
 _AXIS = {
     "gridcolor": "#E6E6E6",
@@ -43,16 +62,6 @@ pio.templates["moelab"] = go.layout.Template(
     layout={
         "colorway": COLORS,
         "font": {"size": 13, "color": "#222"},
-        "title": {
-            "font": {"size": 17},
-            "subtitle": {"font": {"size": 12, "color": GREY}},
-            "x": 0.01,
-            "xref": "container",
-            "xanchor": "left",
-            "y": 1,
-            "yref": "container",
-            "yanchor": "top",
-        },
         "margin": {"l": 70, "r": 30, "b": FOOTER},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",
@@ -93,11 +102,7 @@ def whiskers(low, mid, high) -> dict:
 
 
 def wrap(text: str, characters: int) -> list[str]:
-    """The lines of a text for a figure, escaped; HTML entities count as what they show.
-
-    There are as few lines as needed, of about the same length; ``[1.2 - 1.4]`` stays in one.
-    """
-    text = SPAN.sub(lambda span: span[0].replace(" ", NO_BREAK), text)
+    """The lines of a text for a figure, escaped: as few as needed, of about the same length."""
     lines = textwrap.wrap(text, characters)
     while len(lines) > 1:
         width = max(map(len, lines)) - 1
@@ -105,7 +110,7 @@ def wrap(text: str, characters: int) -> list[str]:
         if len(shorter) > len(lines) or max(map(len, shorter)) > width:
             break
         lines = shorter
-    return [html.escape(line.replace(NO_BREAK, " "), quote=False) for line in lines] or [""]
+    return [html.escape(line, quote=False) for line in lines] or [""]
 
 
 def figure(
@@ -113,33 +118,33 @@ def figure(
     x: str,
     y: str,
     note: str = "",
-    card: dict | str | None = None,
+    cards: Iterable[dict | None] = (None,),
     height: int = PLOT_HEIGHT,
     **layout,
 ) -> go.Figure:
-    """Make an empty figure whose title says what was found and whose subtitle says where.
+    """Make an empty figure whose title says what was found and whose note says where.
 
-    ``card`` is the machine of recorded numbers (None: this machine, now). Title, note and legend
-    come on top of ``height``.
+    ``cards`` are the machines of recorded numbers (None: this machine, now). Title and note stand
+    above the figure as text; the legend comes on top of ``height``.
     """
-    source = "recorded" if card else "here"
-    where = card if isinstance(card, str) else f"{source}: {card_line(card)}"
-    titles = wrap(title, TITLE_CHARACTERS)
-    notes = [line for text in (note, where) if text for line in wrap(text, NOTE_CHARACTERS)]
-    top = HEADER + TITLE_LINE * len(titles) + NOTE_LINE * len(notes)
+    cards = list({str(card): card for card in cards}.values())
+    short = (f"{'recorded' if card else 'here'}: {_short(card or this_card())}" for card in cards)
     fig = go.Figure(layout={"template": "moelab", **layout})
     return fig.update_layout(
-        title={
-            "text": "<br>".join(titles),
-            "subtitle": {"text": "<br>".join(notes)},
-            "pad": {"t": 12 * len(titles)},  # plotly anchors by the first line
-        },
         xaxis_title=x,
         yaxis_title=y,
-        meta={"here": card is None},  # measured in this run, not recorded
-        margin={"t": top, "b": FOOTER},
-        height=top + height + FOOTER,
+        meta={
+            "title": title,
+            "note": "; ".join(dict.fromkeys(filter(None, (note, *short)))),
+            "machines": [card_line(card) for card in cards],
+        },
+        margin={"t": TOP, "b": FOOTER},
+        height=TOP + height + FOOTER,
     )
+
+
+def _short(card):
+    return f"{card['gpu'] or card['cpu']}, {card['backend']} backend, {card['date']}"
 
 
 def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
@@ -176,26 +181,39 @@ def ceiling(
 
 
 def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
-    """Give a complete figure its alternative text, its finding and room for its legend."""
-    bottom = FOOTER + LEGEND_LINE * _legend_lines(fig)
-    fig.update_layout(
-        meta={**fig.layout.meta, "alt": alt, "finding": finding},
-        height=fig.layout.height - fig.layout.margin.b + bottom,
-        margin={"b": bottom},
-    )
-    return fig
+    """Give a complete figure its alternative text, its finding and room for its legend.
+
+    ``meta.narrow`` is what changes where the figure is narrow, as plotly's ``relayout`` takes it.
+    """
+    layout = fig.layout
+    plot = layout.height - layout.margin.b
+    bottom, low = (FOOTER + LEGEND_LINE * _legend_lines(fig, width) for width in (WIDE, NARROW))
+    titles = {axis.plotly_name: axis.title.text for axis in fig.select_xaxes()}
+    titles = {f"{axis}.title.text": wrap(t or "", NARROW_CHARACTERS) for axis, t in titles.items()}
+    low += 16 * (max(map(len, titles.values())) - 1)
+    narrow = {"margin.b": low, "margin.l": min(layout.margin.l or 50, 50), "height": plot + low}
+    narrow |= {name: "<br>".join(lines) for name, lines in titles.items() if len(lines) > 1}
+    meta = {**layout.meta, "alt": alt, "finding": finding}
+    meta["narrow"] = narrow | meta.get("narrow", {})
+    return fig.update_layout(meta=meta, height=plot + bottom, margin={"b": bottom})
 
 
-def _legend_lines(fig):
+def _legend_lines(fig, width):
     names = [t.name for t in fig.data if t.name and t.showlegend is not False]
     if fig.layout.showlegend is False or not names:
         return 0
     if len(fig.data) == 1 and not (fig.layout.showlegend or fig.data[0].showlegend):
         return 0  # plotly draws no legend for a single trace
     widths = [LEGEND_KEY + CHARACTER * len(name) for name in names]
-    if sum(widths) <= LEGEND_WIDTH:
+    if sum(widths) <= width:
         return 1
-    return math.ceil(len(names) / max(LEGEND_WIDTH // max(widths), 1))
+    return math.ceil(len(names) / max(width // max(widths), 1))
+
+
+def heading(meta: dict) -> str:
+    """HTML to stand above a figure: its title and its note."""
+    title, note = (html.escape(meta[name], quote=False) for name in ("title", "note"))
+    return f"<b>{title}</b><br><small style='color:{GREY}'>{note}</small>"
 
 
 def words(fig: go.Figure) -> str:
@@ -203,14 +221,16 @@ def words(fig: go.Figure) -> str:
     meta = fig.layout.meta or {}
     if not meta.get("alt") or not meta.get("finding"):
         raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
+    told = "<br>".join(map(html.escape, (meta["alt"], *meta["machines"])))
     return (
-        f"<p><b>{html.escape(meta['finding'])}</b></p>"
-        f"<details><summary>The figure in words</summary>{html.escape(meta['alt'])}</details>"
+        f"<p>{html.escape(meta['finding'])}</p>"
+        f"<details><summary>The figure in words</summary>{told}</details>"
     )
 
 
 def show(fig: go.Figure) -> None:
-    """Display a described figure, its finding and its alternative text."""
+    """Display a described figure under its title and above its finding."""
     text = words(fig)
+    display(HTML(heading(fig.layout.meta)))
     display({**fig._repr_mimebundle_(), "text/plain": fig.layout.meta["alt"]}, raw=True)
     display(HTML(text))

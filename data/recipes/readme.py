@@ -1,0 +1,105 @@
+"""The README's block of numbers, made of the records: ``make numbers`` writes it anew."""
+
+import re
+from pathlib import Path
+
+from moelab.lab.records import m, paired, read, values
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- numbers: make numbers -->\n", "<!-- end -->\n"
+PROGRAMS = ("moelab", "llama.cpp", "mlx-vlm", "mlx-lm")
+
+
+def speed(name, variant):
+    """A variant's median tok/s; ``killed`` where the system ended it."""
+    found = values(read(name), variant, "tok_s")
+    if found.empty:
+        return "killed"
+    return m(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 10 else ".0f")
+
+
+def times(name, slow, fast, form=".2g"):
+    """How many times as fast one variant decodes as another, by round."""
+    return m(paired(read(name), slow, fast), form)
+
+
+def against(memories):
+    """A table with the speed of each program in each memory: a record, and how it says it."""
+    rows = [["memory", *PROGRAMS], ["---"] * (1 + len(PROGRAMS))]
+    for said, (name, limit) in memories.items():
+        rows.append([said, *(speed(name, f"{program}, {limit}") for program in PROGRAMS)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def numbers():
+    """The block's text."""
+    full, half, host = "cpu_against_35b_full", "cpu_slots_956", "cuda_host_routed_35b"
+    auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
+    all_layers = {f"{gb} GB": (full, f"{gb}000 MB") for gb in (4, 8, 15)}
+    four_layers = {
+        "a quarter of the file": ("cpu_against_35b_478", "478 MB"),
+        "half of it": ("cpu_against_35b_956", "956 MB"),
+        "no limit": ("cpu_against_35b", "no limit"),
+    }
+    runs = read(full)["round"].nunique()
+    least, free = (
+        times(full, f"llama.cpp, {limit}", f"moelab, {limit}") for limit in ("4000 MB", "no limit")
+    )
+    later = [speed("cpu_slots_35b_full", f"{auto}, {gb}000 MB") for gb in (4, 8, 15)]
+    cached = "956 MB, page cache"
+    past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache", ".2f")
+    more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}", ".2f")
+    kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident")
+    slots, copied = (
+        times(host, "resident", f"fused/{way}slots=64", ".2f") for way in ("", "source=host/")
+    )
+    block, here, looked_up = (
+        times(name, plain, f"{plain}, 7 drafts")
+        for name in ("cuda_drafts_dflash", "cpu_drafts_dflash", "cpu_drafts_lookup")
+    )
+    ours, theirs = "moelab/source=host/slots=64, no limit", "llama.cpp/experts=cpu, no limit"
+    on_host = times("cuda_against_35b", ours, theirs)
+    return f"""\
+40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, 19.5 GB, in tok/s ([records](data/results)):
+
+{against(all_layers | {"24 GiB, no limit": (full, "no limit")})}
+
+In 4 GB moelab decodes {least} times as fast as llama.cpp. Without a limit it decodes {free} times
+as fast as llama.cpp. These are medians of {runs} runs over 8 early tokens on two cores of a Xeon,
+the file not in memory before (*cold*), the weights random, the routing a trained model's.
+*Killed*: out of memory. After 96 tokens moelab decodes {later[0]}, {later[1]} and {later[2]} tok/s
+in 4, 8 and 15 GB.
+
+Four such layers, 1.9 GB, after 32 tokens:
+
+{against(four_layers)}
+
+What decides it, for these four layers:
+
+- **Where reads go.** In memory for half of the file, slots filled past the page cache decode
+  {past} times as fast as filled through it. Through it, 54 slots decode {more} times as fast as 8
+  ([03](notebooks/03_page_cache.ipynb)).
+- **A CPU's kernels.** With every expert in memory (*resident*) moelab decodes {kernels} times as
+  fast as mlx-lm ([02](notebooks/02_expert_streaming.ipynb)).
+- **A GPU's reads.** With a quarter of the experts in slots and the file in the page cache, an H100
+  decodes {slots} times as fast as resident. With the others in the host's memory it is {copied}
+  times ([02](notebooks/02_expert_streaming.ipynb)).
+- **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
+  guesses {block} times as fast as without on an H100. On two CPU cores it is {here} times. With 7
+  guesses looked up in the text it is {looked_up} times there
+  ([07](notebooks/07_speculative_streaming.ipynb)).
+
+**Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
+measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts on the CPU decodes
+{on_host} times as fast as moelab with them there (H100, 16 cores;
+[09](notebooks/09_against_others.ipynb)).
+"""
+
+
+def filled(text):
+    """The README with a fresh block."""
+    return re.sub(f"(?s)(?<={BEGIN}).*?(?={END})", lambda _: numbers(), text)
+
+
+if __name__ == "__main__":
+    README.write_text(filled(README.read_text()))
