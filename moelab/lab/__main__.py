@@ -18,7 +18,6 @@ SCRIPTS = {  # name: its module, what it does
     "exactness": ("experiments.exactness", "logits of every mode beside the resident model's"),
     "index": ("plots.index", "write the index of a folder of pages again"),
     "memory": ("experiments.memory", "memory of long texts"),
-    "own": ("experiments.your_machine", "our own speeds, beside those that costs predict"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
     "passes": ("experiments.verify", "what a pass over several positions costs"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),

@@ -1,11 +1,9 @@
-"""Timing, bench and generate: what they compute and keep. Nothing here asserts a speed."""
+"""Timing and ``bench``: what they compute and keep. Nothing here asserts a speed."""
 
-import json
 import math
 import re
 import subprocess
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
@@ -22,25 +20,9 @@ from moelab.lab.experiments import bench
 from moelab.lab.texts import PROMPTS
 
 
-def test_save_replaces_only_with_a_whole_file(tmp_path):
-    path = tmp_path / "sub" / "r.json"
-    made = records.table({"settings": {}, "rows": [{"variant": "a", "round": 0, "seconds": 1.0}]})
-    records.save(path, made)
-    before = path.read_text()
-    made.attrs["self"] = made.attrs
-    with pytest.raises(ValueError):
-        records.save(path, made)
-    assert path.read_text() == before and json.loads(before)["rows"][0]["seconds"] == 1.0
-
-
-# bench
-
-
 def test_parse_modes():
-    out = parse_modes(
-        "resident, fused,fused/readers=1/slots=32,stacked/policy=lfu",
-        StreamConfig(slots=20, readers=2),
-    )
+    text = "resident, fused,fused/readers=1/slots=32,stacked/policy=lfu"
+    out = parse_modes(text, StreamConfig(slots=20, readers=2))
     assert list(out) == ["resident", "fused", "fused/readers=1/slots=32", "stacked/policy=lfu"]
     assert out["fused"] == StreamConfig(mode="fused", slots=20, readers=2)
     assert out["fused/readers=1/slots=32"] == StreamConfig(mode="fused", slots=32, readers=1)
@@ -66,14 +48,17 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
     theirs = [int(t) for t, _ in generate_step(mx.array(ids), model, max_tokens=15)]
     got = decode(model, ids, tokens=10, warmup=4)
     assert got.tokens == theirs and got.counters is None
+    called, calls = [], ("before_prompt", "before_clock", "before_token")
+    told = {name: lambda name=name: called.append(name) for name in calls}
+    assert decode(model, ids, tokens=10, warmup=4, **told).tokens == theirs
+    assert called == [calls[0], *4 * [calls[2]], calls[1], *10 * [calls[2]]]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.7])
 def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, temp):
     configs = {"fused": StreamConfig(slots=8)}
     variants = bench.crossed(configs, draft="oracle", lengths=(0, 3, "auto"))
-    amount = {"tokens": 12, "runs": 2, "warmup": 3, "temp": temp}
-    made = bench.measure(model_path, variants, **amount)
+    made = bench.measure(model_path, variants, tokens=12, runs=2, warmup=3, temp=temp)
     assert list(variants) == ["fused", "fused, 0 drafts", "fused, 3 drafts", "fused, policy"]
     assert set(records.same_tokens(made, "fused").values()) == {(2, 2)}
     assert made.tokens.map(len).eq(1 + 3 + 12).all() and (made.decode_s > 0).all()
@@ -82,8 +67,7 @@ def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, t
     plain = made[made.variant == "fused, 0 drafts"]
     assert not plain.drafted.any() and plain.committed.map(len).eq(0).all()
     if not temp:  # the oracle knows the greedy text
-        assert three.accepted.sum() > 0
-        assert three.committed.map(sum).between(1, 12).all()
+        assert three.accepted.sum() > 0 and three.committed.map(sum).between(1, 12).all()
     assert "tau" in bench.report(made)
 
 
@@ -100,15 +84,8 @@ def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup, tmp_path):
     assert trace.tokens.tolist()[: len(ids)] == ids
     assert trace.phase.tolist()[: len(ids)] == ["prefill"] * n + ["decode"] * (1 + len(fed))
     trace[: len(ids)].save(tmp_path / "t.npz")
-    r = bench.measure(
-        model_path,
-        "resident,fused",
-        StreamConfig(slots=8),
-        tokens=6,
-        runs=2,
-        warmup=warmup,
-        feed=tmp_path / "t.npz",
-    )
+    amount = {"tokens": 6, "runs": 2, "warmup": warmup, "feed": tmp_path / "t.npz"}
+    r = bench.measure(model_path, "resident,fused", StreamConfig(slots=8), **amount)
     assert list(r.tokens) == [best[n - 1 : -1]] * 4 and r.attrs["settings"]["feed"] == "t.npz"
     assert best != ids[1:] + best[-1:], "the text is not the greedy one"
 
@@ -116,31 +93,25 @@ def test_a_text_is_fed_in_place_of_greedy_tokens(model_path, warmup, tmp_path):
 @pytest.mark.parametrize("together", [True, False])
 def test_bench(model_path, together, monkeypatch):
     monkeypatch.setattr(bench, "memory_available", lambda: together * 10**12)
-    seen = []
-    r = bench.measure(
-        model_path,
-        "resident,serial,fused",
-        StreamConfig(slots=8, kernels="mlx"),
-        tokens=6,
-        runs=3,
-        warmup=2,
-        on_round=lambda r: seen.append((len(r), r.attrs["partial"])),
-    )
-    names, settings = ["resident", "serial", "fused"], r.attrs["settings"]
+    seen, names = [], ["resident", "serial", "fused"]
+    base, amount = StreamConfig(slots=8, kernels="mlx"), {"tokens": 6, "runs": 3, "warmup": 2}
+    keep = lambda r: seen.append((len(r), r.attrs["partial"]))  # noqa: E731
+    r = bench.measure(model_path, ",".join(names), base, **amount, on_round=keep)
     assert seen == [(3, True), (6, True), (9, True)] and "partial" not in r.attrs
-    assert settings["baseline"] == "resident"
+    assert r.attrs["settings"]["baseline"] == "resident"
     assert sorted(zip(r["round"], r.variant)) == [(i, n) for i in range(3) for n in sorted(names)]
     assert all(len(tokens) == 9 for tokens in r.tokens) and all(r.decode_tokens == 6)
     assert r.tok_s.tolist() == pytest.approx((6 / r.decode_s).tolist())
     assert min(r.peak_nbytes) > 0 and all(r.rss_end_nbytes > 0)
     assert set(records.same_tokens(r, "resident").values()) == {(3, 3)}
-    assert list(records.ratios(r, "resident").n) == [3, 3, 3]
     hits, nbytes = (r.groupby("variant")[c].mean() for c in ("hit_rate", "read_nbytes_per_token"))
     assert hits["serial"] == 0 and 0 <= hits["fused"] < 1 and math.isnan(hits["resident"])
     experts = 4 * 4  # layers x top-k: every one is read by serial
     assert nbytes["serial"] == pytest.approx(experts * 3 * 128 * 64 * 36 / 64)
     text = bench.report(r)
     assert "same" in text and "DIFFER" not in text and "of resident" in text
+    records.values(r, "serial", "tokens")[1][2] += 1
+    assert "DIFFER in 1 of 3" in bench.report(r)
 
 
 @needs_kernels
@@ -150,49 +121,64 @@ def test_auto_kernels_are_the_same_in_every_mode(model_path):
         bench.measure(model_path, modes, tokens=1, runs=1)
 
 
-def test_a_mode_with_other_tokens_is_called_out(model_path):
-    r = bench.measure(model_path, "resident,serial", tokens=4, runs=2, warmup=0)
-    records.values(r, "serial", "tokens")[1][2] += 1
-    assert records.same_tokens(r, "resident")["serial"] == (1, 2)
-    assert "DIFFER in 1 of 2" in bench.report(r)
-
-
-# the commands
-
-
-def test_generate_writes_the_same_text_in_every_mode(model_path, capsys):
-    argv, texts = ["generate", str(model_path), "-p", "def f(x):", "-m", "12"], []
-    for mode in ("resident", "serial", "buffers", "stacked", "fused"):
-        slots = ["--slots", "8"] if mode in ("stacked", "fused") else []
-        assert main([*argv, "--mode", mode, *slots]) == 0
-        texts.append(capsys.readouterr().out.rpartition("\n\n[")[0])
-    assert len(set(texts)) == 1
-
-
-def test_bench_command_saves_samples_and_machine(model_path, tmp_path, capsys):
+def test_a_cold_bench_times_the_disk_and_the_command_saves_it(model_path, tmp_path, capsys):
     path = tmp_path / "r.json"
-    words = "--modes resident,fused --slots 8 --tokens 3 --warmup 1 --runs 2"
-    args = ["bench", str(model_path), *words.split()]
-    assert main([*args, "--json", str(path)]) == 0
+    words = "--modes resident,fused --slots 8 --tokens 3 --warmup 1 --runs 2 --cold prompt"
+    assert main(["bench", str(model_path), *words.split(), "--json", str(path)]) == 0
     r = records.read(str(path), disturbed=True)
     assert list(records.group(r, "tok_s").n) == [2, 2] and "partial" not in r.attrs
     assert {"command", "load", "machine"} <= r.attrs.keys()
+    assert min(r.disk_bytes_per_s) > 0 and r.attrs["settings"]["cache_state"] == "cold"
     assert "tok/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "words, code, said",
     [
-        (["bench", "nowhere"], "nowhere"),
-        (["bench", "MODEL", "--slots", "2"], "slots"),
-        (["bench", "MODEL", "--modes", "warp"], "warp"),
-        (["generate", "MODEL", "--prompt", "x", "--experts-top-k", "99"], "top_k"),
+        ("nowhere", 1, "nowhere"),
+        ("MODEL --slots 2", 1, "slots"),
+        ("MODEL --lengths 2,4,2", 2, "--lengths.*expected"),
+        ("MODEL --cold maybe", 2, "--cold.*choose from.*"),
+        ("MODEL --draft lookup --lengths 2,x", 2, "--lengths.*expected"),
+        ("MODEL --limits 0", 2, "--limits.*expected"),
+        ("MODEL --prompt-tokens 12,0", 2, "--prompt-tokens.*expected"),
+        # One of the modes must have a use for the option.
+        ("MODEL --modes fused/slots=20,stacked/slots=30 --slots 9", 2, "--slots.*fused/slots=20"),
+        ("MODEL --draft nonsense", 1, "nonsense.*lookup, self, oracle"),
+        ("MODEL --draft EMPTY --limits 900", 1, "lookup, self, oracle"),
+        ("MODEL --draft DAMAGED --limits 900", 1, "not JSON"),
     ],
 )
-def test_errors_are_one_line(model_path, arguments, message, capsys):
-    code = main([str(model_path) if a == "MODEL" else a for a in arguments])
+def test_what_is_refused_before_any_work(
+    words, code, said, model_path, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(limit, "run", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(variants, "load", lambda *_: pytest.fail("the model was loaded"))
+    names = {"MODEL": model_path, "EMPTY": tmp_path / "empty", "DAMAGED": tmp_path / "damaged"}
+    for folder in (names["EMPTY"], names["DAMAGED"]):
+        folder.mkdir()
+    (names["DAMAGED"] / "config.json").write_text("{")
+    try:
+        got = main(["bench", *(str(names.get(w, w)) for w in words.split())])
+    except SystemExit as stop:
+        got = stop.code
     err = capsys.readouterr().err
-    assert code == 1 and err.startswith("moelab: ") and message in err and "Traceback" not in err
+    assert got == code and re.search(said, err.splitlines()[-1]) and "Traceback" not in err
+
+
+@pytest.mark.parametrize("path", ["file/r.json", "file/sub/r.json", "folder", "", "/dev/null"])
+def test_an_unwritable_json_is_refused_before_any_work(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "measure", lambda *_, **__: pytest.fail("it was measured"))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    try:
+        assert main(["bench", "M", "--json", path]) == 1
+    except SystemExit as stop:
+        assert stop.code == 2 and not path
+    err = capsys.readouterr().err
+    assert "json" in err and path in err and (tmp_path / "file").read_text() == "mine"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
 
 
 def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch):
@@ -200,22 +186,16 @@ def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch):
 
     def call_here(function, path, variant, prompt, *rest, what, nbytes):
         asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes))
-        return function(path, asdict(variant), prompt, *rest), done
+        return function(path, asdict(variant), prompt, *rest), limit.Limited(0, "", "", "none")
 
-    done = limit.Limited(0, "", "", "none")
     monkeypatch.setattr(limit, "call", call_here)
     argv = ["bench", str(model_path), "--limits", "900", "--modes", "fused", "--runs", "3"]
     argv += ["--prompt", "def a", "--prompt", "def b", "--top-k", "2"]
     assert main([*argv, "--tokens", "2", "--warmup", "1"]) == 0
-    assert [prompt for prompt, *_ in asked[::2]] == ["def a", "def b", "def a"]
-    assert sorted(asked, key=str) == sorted(
-        (
-            (prompt, mode, 2, nbytes)
-            for prompt in ("def a", "def b", "def a")
-            for mode, nbytes in (("resident", None), ("fused", 900_000_000))
-        ),
-        key=str,
-    )
+    prompts = "def a", "def b", "def a"
+    assert [prompt for prompt, *_ in asked[::2]] == [*prompts]
+    ways = ("resident", 2, None), ("fused", 2, 900_000_000)
+    assert sorted(asked, key=str) == sorted(((p, *way) for p in prompts for way in ways), key=str)
 
 
 def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch, capsys):
@@ -228,93 +208,3 @@ def test_an_error_in_a_process_with_a_limit_is_one_line(model_path, monkeypatch,
     assert main(argv) == 1
     err = capsys.readouterr().err
     assert "Traceback" not in err and "slots" in err and "at least" in err
-
-
-@pytest.fixture
-def calls(monkeypatch, tmp_path):
-    """The arguments of each measurement that ``bench`` asks for; nothing is measured."""
-    seen = []
-
-    def measure(*args, **kwargs):
-        seen.append((args, kwargs))
-        made = {"machine": {"device": "cpu"}, "settings": {"baseline": None}, "rows": []}
-        made = records.table(made)
-        made["variant"] = []
-        return made
-
-    monkeypatch.setattr(bench, "measure", measure)
-    monkeypatch.setattr(bench, "report", lambda *_: "")
-    monkeypatch.setattr(bench, "heldout_ids", lambda model, lengths, runs: list(lengths))
-    monkeypatch.chdir(tmp_path)
-    return seen
-
-
-@pytest.fixture
-def asked(capsys):
-    """A function that runs a command, and gives its exit status and the last line of stderr."""
-
-    def run(*argv):
-        try:
-            code = main([str(a) for a in argv])
-        except SystemExit as stop:
-            code = stop.code
-        return SimpleNamespace(code=code, err=["", *capsys.readouterr().err.splitlines()][-1])
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "option",
-    ["--lengths 2,4,2", "--cold maybe", "--draft lookup --lengths 2,x", "--tokens 0",
-     "--limits 0", "--prompt-tokens 12,0"],
-)  # fmt: skip
-def test_values_that_cannot_be(option, calls, asked):
-    *_, name, value = option.split()
-    got = asked("bench", "M", *option.split())
-    assert got.code == 2 and not calls and name in got.err
-    assert re.search("expected|choose from", got.err) and (value in got.err or "," in value)
-
-
-def test_a_stream_option_for_several_modes(calls, asked):
-    """One of them must have a use for it."""
-    for modes in ("resident,serial,fused", "fused/slots=20,fused"):
-        assert asked("bench", "M", "--modes", modes, "--slots", "9").code == 0
-    assert len(calls) == 2
-    got = asked("bench", "M", "--modes", "fused/slots=20,stacked/slots=30", "--slots", "9")
-    assert got.code == 2 and len(calls) == 2
-    assert "--slots" in got.err and "fused/slots=20" in got.err
-
-
-def test_a_draft_that_is_none(model_path, asked, tmp_path, monkeypatch):
-    monkeypatch.setattr(limit, "run", lambda *_, **__: pytest.fail("a process was started first"))
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "config.json").write_text("{")
-    monkeypatch.setattr(variants, "load", lambda *_: pytest.fail("the model was loaded first"))
-    for name in ("nonsense", tmp_path / "empty", tmp_path / "damaged"):
-        for more in ([], ["--limits", "900"]):
-            got = asked("bench", model_path, "--draft", name, *more)
-            assert got.code == 1 and str(name) in got.err
-            assert "lookup, self, oracle" in got.err or "not JSON" in got.err
-
-
-def test_an_unwritable_json_is_refused_before_any_work(calls, asked, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    for path in ("file/r.json", "file/sub/r.json", "folder", "", "/dev/null", "/proc/r.json"):
-        got = asked("bench", "M", "--json", path)
-        assert got.code == (1 if path else 2) and not calls
-        assert "json" in got.err and path in got.err
-    assert (tmp_path / "file").read_text() == "mine"
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
-    path, there = tmp_path / "a" / "b" / "r.json", []  # a writable one is not made before the work
-    monkeypatch.setattr(bench, "report", lambda _: there.extend(tmp_path.glob("a")) or "")
-    assert asked("bench", "M", "--json", path).code == 0
-    assert calls and not there and path.is_file()
-
-
-def test_a_cold_bench_times_the_disk(model_path):
-    configs = {"resident": StreamConfig(mode="resident"), "fused": StreamConfig(slots=8)}
-    made = bench.crossed(configs, cold="prompt")
-    made = bench.measure(model_path, made, tokens=2, runs=2, warmup=1)
-    assert min(made.disk_bytes_per_s) > 0 and made.attrs["settings"]["cache_state"] == "cold"

@@ -216,9 +216,8 @@ def heading(meta: dict) -> str:
     return f"<b>{title}</b><br><small style='color:{GREY}'>{note}</small>"
 
 
-def words(fig: go.Figure) -> str:
+def words(meta: dict) -> str:
     """HTML to stand under a figure: its finding and, folded, the figure in words."""
-    meta = fig.layout.meta or {}
     if not meta.get("alt") or not meta.get("finding"):
         raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
     told = "<br>".join(map(html.escape, (meta["alt"], *meta["machines"])))
@@ -230,7 +229,8 @@ def words(fig: go.Figure) -> str:
 
 def show(fig: go.Figure) -> None:
     """Display a described figure under its title and above its finding."""
-    text = words(fig)
-    display(HTML(heading(fig.layout.meta)))
-    display({**fig._repr_mimebundle_(), "text/plain": fig.layout.meta["alt"]}, raw=True)
+    meta = fig.layout.meta
+    text = words(meta)
+    display(HTML(heading(meta)))
+    display({**fig._repr_mimebundle_(), "text/plain": meta["alt"]}, raw=True)
     display(HTML(text))
