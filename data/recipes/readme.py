@@ -79,8 +79,8 @@ What decides it, for these four layers:
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
   {past} times as fast as filled through it. Through it, 54 slots decode {more} times as fast as 8
   ([03](notebooks/03_page_cache.ipynb)).
-- **A CPU's kernels.** With every expert in memory (*resident*) moelab decodes {kernels} times as
-  fast as mlx-lm ([02](notebooks/02_expert_streaming.ipynb)).
+- **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
+  {kernels} times as fast as mlx-lm ([02](notebooks/02_expert_streaming.ipynb)).
 - **A GPU's reads.** With a quarter of the experts in slots and the file in the page cache, an H100
   decodes {slots} times as fast as resident. With the others in the host's memory it is {copied}
   times ([02](notebooks/02_expert_streaming.ipynb)).

@@ -3,7 +3,8 @@
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
 load, settings) and flat ``rows``, one a sample. ``interleave`` measures one, ``read`` gives it as a
 table, ``group`` and ``ratios`` say what follows, ``together`` puts several into one table, ``save``
-writes it. A record with ``trial`` in its header is read but decides no claim.
+writes it. A record with ``trial`` in its header is read but decides no claim. The headers of
+``data/results`` say what each shows and what makes it: ``data/recipes/records.py`` does.
 """
 
 import functools
