@@ -1,8 +1,9 @@
 """A dense and an MoE model of the same size under MLX's settings of command buffers, on a GPU.
 
-    python data/recipes/buffers.py OUT.json
+    python data/recipes/buffers.py OUT.json          how long a token takes, by setting
+    python data/recipes/buffers.py OUT.json MODEL    the operations of their layers, and of MODEL's
 
-Notebook 01 reads the record. MLX reads these settings once, so each has a process of its own.
+Notebook 01 reads the records. MLX reads these settings once, so each has a process of its own.
 """
 
 import json
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,8 +21,9 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.models.cache import make_prompt_cache
 
+import moelab
 from moelab.lab import records
-from moelab.lab.experiments.dispatch import default_dtype, hooked_experts
+from moelab.lab.experiments.dispatch import default_dtype, hooked_experts, operations_of_layers
 
 AHEAD, ROUTING_READ = "next token scheduled ahead", "every layer's routing read"
 SETTINGS = {
@@ -93,7 +96,21 @@ def here(tokens=48, rounds=10):
     return records.as_json(made.drop(columns="variant"))["rows"]
 
 
-def main(out):
+def count(path):
+    """The operations of each layer of both models, and of a checkpoint, in MLX's graph."""
+    model, _ = moelab.load(path, moelab.StreamConfig(mode="resident", kernels="mlx"))
+    models = dense_and_moe(layers=1) | {Path(path).name: model}
+    rows = [
+        {"variant": name, "layer": layer, "operations": sum(kinds.values())} | kinds
+        for name, counted in models.items()
+        for layer, kinds in enumerate(operations_of_layers(counted))
+    ]
+    return records.Running("count").table(rows)
+
+
+def main(out, path=None):
+    if path:
+        return records.save(out, count(path))
     if out == "here":
         return print(json.dumps(here()))
     running, rows = records.Running("buffers"), []

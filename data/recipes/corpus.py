@@ -98,14 +98,9 @@ def distributions(site):
 
 
 def documents(site):
-    """Usable files of the standard library and of the allowed distributions in ``site``.
+    """Usable files of the standard library and of the allowed distributions in a folder of pip's.
 
-    Args:
-        site (Path): Folder that ``pip install --target`` filled.
-
-    Returns:
-        tuple[list[dict], list[tuple[str, str, str]]]: The packages (name, version, licence), and
-        each file's package, name within the package's site, and text.
+    Returns the packages (name, version, licence), and each file's package, name and text.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     packages = [{"name": "python", "version": platform.python_version(), "licence": "PSF-2.0"}]
@@ -159,14 +154,7 @@ def take(documents, quota):
 
 
 def split(documents):
-    """Divide documents into train, valid and heldout, without near copies within or between them.
-
-    Args:
-        documents (list[tuple[str, str, str]]): Package, file name and text of each.
-
-    Returns:
-        dict[str, list[tuple[str, str, str]]]: The documents of each split.
-    """
+    """Divide documents into train, valid and heldout, without near copies in or between them."""
     by_package = defaultdict(list)
     for document in documents:
         by_package[document[0]].append(document)

@@ -115,13 +115,10 @@ class DFlash(Draft):
         self.hidden_norm = nn.RMSNorm(D, config["rms_norm_eps"])
 
     def forward(self, blocks, features, anchors):
-        """Hidden states [B, A, b, D] of blocks that start at ``anchors`` [B, A].
+        """Hidden states [B, A, b, D] of embedded blocks: the token at the anchor, then masks.
 
-        Args:
-            blocks (Tensor): Embedded blocks [B, A, b, D]: the token at the anchor, then masks.
-            features (Tensor): Target's features [B, T, n * D]; a block sees those before its
-                anchor.
-            anchors (Tensor): Position of the first token of each block.
+        A block sees the target's features [B, T, n * D] before its anchor ([B, A], its first
+        token's position).
         """
         B, A, b, _ = blocks.shape
         ahead = torch.arange(b, device=blocks.device)
@@ -196,18 +193,9 @@ def write_texts(model, head, train, buckets, at_once, generator):
 
 
 def runs_dflash(draft, embedding, ids, features, prompt, ends):
-    """Accepted tokens of every cycle over texts that the target wrote greedily.
+    """Text, position and accepted tokens (0 to b - 1) of every cycle over greedy texts [B, T].
 
-    Args:
-        draft (DFlash): The draft.
-        embedding (Tensor): The target's embedding [V, D].
-        ids (Tensor): Texts [B, T].
-        features (Tensor): The target's features of them [B, T, n * D].
-        prompt (int): P; the first cycle starts there.
-        ends (Tensor): Where each text ends, [B].
-
-    Returns:
-        list[tuple[int, int, int]]: Text, position and accepted tokens (0 to b - 1) of each cycle.
+    ``features`` [B, T, n * D] are the target's of them; the first cycle starts at ``prompt``.
     """
     at, cycles = torch.full_like(ends, prompt), []
     span = torch.arange(1, draft.block, device=ids.device)
@@ -292,19 +280,10 @@ def distil_loss(hidden, target, embedding):
 
 
 def train_all(steps, lr, model, embedding, texts, buckets, seed=0):
-    """Train the candidates side by side on the same batches.
+    """Train the candidates side by side on the same batches; returns the drafts and the log.
 
-    Args:
-        steps (int): Steps; after the warm-up the rate is constant, then falls to zero over the last
-            60%.
-        lr (dict[str, float]): The highest learning rate of each candidate.
-        model, embedding: The target and its embedding in its own precision.
-        texts (list[Tensor]): Of each bucket.
-        buckets (list[dict]): As ``BUCKETS``.
-        seed (int): Seed of the weights and the batches.
-
-    Returns:
-        tuple[dict, list[dict]]: The trained drafts by name, and the log.
+    ``lr`` has each candidate's highest rate: constant after the warm-up, then falling to zero over
+    the last 60% of the steps. ``texts`` are those of each bucket.
     """
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)

@@ -320,12 +320,7 @@ class Model(nn.Module):
 class Writer:
     """The target continuing many texts of one length at once, with one CUDA graph for a position.
 
-    Args:
-        model (Model): The target.
-        head (Tensor): Its embedding [V, D] in float32.
-        texts, prompt, length (int): B, P and T.
-        sampled (int): So many of the texts, the first ones, are sampled, the others greedy.
-        temperature (float): Of the sampled ones.
+    The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """
 
     def __init__(self, model, head, texts, prompt, length, sampled=0, temperature=1.0):

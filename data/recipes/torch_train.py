@@ -26,18 +26,10 @@ FALL_FROM, QUANTIZE_FROM = 0.4, 0.6
 
 
 def quantize(w, bits):
-    """Nearest points of the affine grid, a scale and a bias for ``GROUP_SIZE`` weights in a row.
+    """Integers [..., out, groups, group], scales and biases [..., out, groups] of float32 weights.
 
     Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before the weights, so that the
     integers fit the scale and bias that are stored.
-
-    Args:
-        w (Tensor): Weights [..., out, in], float32.
-        bits (int): Bits per weight.
-
-    Returns:
-        tuple[Tensor, Tensor, Tensor]: Integers [..., out, in / group, group], scales and biases
-        [..., out, in / group].
     """
     w = w.unflatten(-1, (-1, GROUP_SIZE))
     low, high = w.amin(-1), w.amax(-1)
@@ -110,11 +102,7 @@ def read(checkpoint):
 
 
 def orthogonal(m):
-    """Approximately the nearest matrix with orthonormal rows or columns (Muon).
-
-    Args:
-        m (Tensor): Matrices [..., out, in].
-    """
+    """Approximately the nearest matrices [..., out, in] with orthonormal rows or columns (Muon)."""
     x = m.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -130,13 +118,8 @@ class Optimizer:
 
     ``torch.optim.Muon`` takes no stacks of experts. After each step a parameter is its master
     rounded to what the checkpoint will hold, or to bfloat16 while ``quantized`` is off. The
-    gradient at the rounded weights moves the master (straight-through).
-
-    Args:
-        model (nn.Module): Its parameters must be bfloat16.
-        lr (float): The highest learning rate, of Adam too; the root mean square of Muon's update
-            is 0.2 * lr.
-        compiled (bool): Compile Muon's orthogonalization for each shape.
+    gradient at the rounded weights moves the master (straight-through). ``lr`` is the highest rate,
+    of Adam too; the root mean square of Muon's update is 0.2 * lr.
     """
 
     def __init__(self, model, lr, compiled=True):

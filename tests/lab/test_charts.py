@@ -44,7 +44,7 @@ def test_lines_and_parts_follow_from_the_columns():
         samples(), "slots", "seconds", axes=("slots", "s"), ceilings={"top": 9.0}, **WORDS
     )
     assert fig.layout.meta["alt"] == "s over slots. a: 2 at 4. b: 4 at 4, 8 at 8. Line, top: 9."
-    assert fig.layout.yaxis.range[1] > 9 and "found" in style.words(fig)
+    assert fig.layout.yaxis.range[1] > 9 and "found" in style.words(fig.layout.meta)
     fig = charts.parts(samples(), {"half": "seconds / 2", "all": "seconds"}, axis="s", **WORDS)
     assert "a: half 1, all 2; b: half 3, all 6" in fig.layout.meta["alt"]
 

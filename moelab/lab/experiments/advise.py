@@ -1,8 +1,4 @@
-"""How to stream a model on this machine: measure both; ``replay.advice`` decides.
-
-The path: ``advise`` here collects the numbers, ``replay.advice.advise`` replays every setting with
-``replay.pagecache.replay`` and picks one, ``replay.advice.with_lookahead`` adds prefetch.
-"""
+"""How to stream a model on this machine: both are measured here, ``replay.advice`` decides."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,16 +16,15 @@ from ...replay.sizes import ModelSizes
 from ...streaming.config import EVICTION
 from ...streaming.plan import memory_for_a_model
 from ...streaming.session import session_of
-from .. import machine
 from ..decode import decode, encode
+from ..machine import read_speed
 from ..models import folder
 from ..texts import PROMPTS
 from .costs import measure_costs
 
 TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
-GAIN_NBYTES = 64 << 20  # bytes read to compare layouts: more than the cache inside a disk
-GAIN_READS = 8  # the fewest reads, also of large experts
-GAIN_RUNS = 3
+# Reads that compare layouts: bytes, more than the cache inside a disk; the fewest reads; runs.
+GAIN_NBYTES, GAIN_READS, GAIN_RUNS = 64 << 20, 8, 3
 
 
 def advise(
@@ -70,10 +65,8 @@ def measure_packed_gain(path: Path, costs: Costs) -> float:
     file = max(path.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = footprint(path, StreamConfig()).expert_nbytes
     count = max(GAIN_READS, GAIN_NBYTES // nbytes)
-    speeds = [
-        machine.read_speed(file, True, StreamConfig().readers, nbytes, count)
-        for _ in range(GAIN_RUNS)
-    ]
+    readers = StreamConfig().readers
+    speeds = [read_speed(file, True, readers, nbytes, count) for _ in range(GAIN_RUNS)]
     return float(np.median(speeds) * costs.cold_s_per_byte)
 
 

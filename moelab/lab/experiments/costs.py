@@ -34,24 +34,20 @@ if TYPE_CHECKING:
 DISCARDED = 2  # the first tokens or calls of a series, which are slower, are not counted
 ROUNDS = 2  # rounds of every kind of sample
 SAMPLES = 24  # samples of each kind in a record
-# Where a layer's misses come from; the variants of a record.
-PAGES, DISK, DIRECT = "page cache", "disk", "past the page cache"
-OWN = "own routing"  # variant of a token that the model routes itself
-# Variants of tokens that follow one another without a wait: every expert is in a slot, or in the
-# host's memory. They are measured if all experts are small enough to be held.
-HELD, HOST = "all in slots", "host's memory"
-HELD_NBYTES = 4e9
 PROMPT = 128  # tokens of a prompt that is computed at once
+# Variants of a record: where a layer's misses come from, and a token that the model routes itself.
+PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own routing"
+# Tokens that follow one another without a wait: every expert is in a slot, or in the host's memory.
+# They are measured if all experts take less than this.
+HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
-def measure_costs(
-    path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
-) -> Costs:
+def measure_costs(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> Costs:
     """Measure the costs that a replay needs, without pandas.
 
     A line on stderr says so if other programs were busy meanwhile.
     """
-    record = samples_of(path, config, tokens, seed)
+    record = samples_of(path, config, tokens)
     load = record["load"]
     if load["disturbed"]:
         print(
@@ -62,17 +58,11 @@ def measure_costs(
     return costs_of(record)
 
 
-def samples_of(
-    path: str | Path, config: StreamConfig | None = None, tokens: int = 12, seed: int = 0
-) -> dict:
+def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> dict:
     """Time reads, tokens and one expert's arithmetic: the record of it.
 
-    First reads without arithmetic with 1 to K misses in a layer, from the disk, from the page cache
-    and past it. Then whole tokens without a miss: one as the model routes it, which the engine may
-    compute in one piece, and one driven to given experts. Then tokens driven to as many misses from
-    the disk as there can be: their time over the driven one's shows how much of the reads the
-    arithmetic hides. Last, with every expert in a slot or in the host's memory, tokens that wait
-    for no routing and prompts.
+    A token with as many misses as there can be shows, beside its reads and its arithmetic alone,
+    how much of the reads the arithmetic hides.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -84,38 +74,37 @@ def samples_of(
             "measure_costs: expected more experts than a token needs, or none is ever read twice; "
             f"got {E} and {K}."
         )
-    settings = {"model": Path(path).name, **asdict(ModelSizes.of(path)), "K": K}
-    running = records.Running("costs", settings | {"samples": tokens, "seed": seed}, tabled=False)
-    most = min(K, E - K)  # misses in a layer, token after token
-    rng = np.random.default_rng(seed)
+    settings = {"model": Path(path).name, **asdict(ModelSizes.of(path)), "K": K, "samples": tokens}
+    running, rng = records.Running("costs", settings, tabled=False), np.random.default_rng(0)
+    most, rows, models = min(K, E - K), [], {}  # misses in a layer, token after token
 
     def made(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)
 
-    def row(what, variant, misses, seconds):
-        return {"what": what, "variant": variant, "misses": misses, "seconds": seconds}
+    def add(what, variant, misses, seconds):
+        same = {"what": what, "variant": variant, "misses": misses}
+        rows.extend(same | {"seconds": float(s)} for s in seconds)
 
-    config, rows, models = replace(config, slots=K, prefetch="none"), [], {}
+    config = replace(config, slots=K, prefetch="none")
     with ExitStack() as stack:
         for variant in (DISK, DIRECT) if _reads_direct() else (DISK,):
             reads = "direct" if variant == DIRECT else "cached"
             model, _ = load_model(path, replace(config, reads=reads))
             models[variant] = stack.enter_context(model)
         for variant, misses, seconds in _time_reads(models, path, most, made, tokens, rng):
-            rows.append(row("reads", variant, misses, seconds))
-        model = models[DISK]
+            add("reads", variant, misses, [seconds])
+        model, num = models[DISK], tokens // 2 + DISCARDED
         for _ in range(ROUNDS):
-            same = np.repeat(made(1, 2)[:1], tokens // 2 + DISCARDED, axis=0)
-            rows += [row("token", "slots", 0, s) for s in _time_tokens(model, same, E)]
-            rows += [row("token", OWN, 0, s) for s in _repeat_token(model, len(same))]
+            add("token", "slots", 0, _time_tokens(model, np.repeat(made(1, 2)[:1], num, axis=0), E))
+            add("token", OWN, 0, _repeat_token(model, num))
             for variant, of in models.items():
-                need = made(most, tokens // 2 + DISCARDED)
+                need = made(most, num)
                 oscache.drop_pages(path)
-                rows += [row("token", variant, most, s) for s in _time_tokens(of, need, E)]
-        more_s = _expert_s(model, made(1, 2)[0, 0], tokens)
-        rows += [row("expert", "slots", 0, s) for s in more_s]
+                add("token", variant, most, _time_tokens(of, need, E))
+        add("expert", "slots", 0, _expert_s(model, made(1, 2)[0, 0], tokens))
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
-        rows += [row(*given) for given in _time_without_waits(path, config, tokens, E)]
+        for what, variant, misses, seconds in _time_without_waits(path, config, tokens, E):
+            add(what, variant, misses, [seconds])
     return running.record(rows)
 
 
@@ -142,9 +131,8 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         return _line(misses * nbytes, reads)
 
     def beside(variant):
-        """Seconds of a byte, of a call, and the share of the shorter of reads and arithmetic that
-        is hidden. Where a token takes longer than its reads and its arithmetic apart, because they
-        share cores and memory, its bytes take so much longer."""
+        """Seconds of a byte and of a call, and the hidden share of the shorter of reads and
+        arithmetic. Where a token takes longer than both apart, its bytes take so much longer."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L
@@ -154,7 +142,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
 
     fixed_s, known = float(max(0.0, medians["token", OWN, 0] - L * experts_s)), {}
     if by_misses("reads", DIRECT).size:
-        names = ("direct_s_per_byte", "direct_call_s", "direct_overlap")
+        names = "direct_s_per_byte", "direct_call_s", "direct_overlap"
         known = dict(zip(names, beside(DIRECT)))
     if ("token", HELD, 0) in medians:
         held_s = medians["token", HELD, 0]
@@ -164,18 +152,9 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
     if host.size:
         missed = misses.mean() * L * nbytes
         known["host_s_per_byte"] = float(max(0.0, np.median(host) - held_s) / missed)
-    warm_s_per_byte, warm_call_s = line(PAGES)
-    cold_s_per_byte, cold_call_s, overlap = beside(DISK)
-    return Costs(
-        fixed_s=fixed_s,
-        expert_s=expert_s,
-        warm_s_per_byte=warm_s_per_byte,
-        cold_s_per_byte=cold_s_per_byte,
-        warm_call_s=warm_call_s,
-        cold_call_s=cold_call_s,
-        overlap=overlap,
-        **known,
-    )
+    known |= dict(zip(("warm_s_per_byte", "warm_call_s"), line(PAGES)))
+    known |= dict(zip(("cold_s_per_byte", "cold_call_s", "overlap"), beside(DISK)))
+    return Costs(fixed_s=fixed_s, expert_s=expert_s, **known)
 
 
 def _line(nbytes, seconds):
@@ -187,17 +166,11 @@ def _line(nbytes, seconds):
     return float((nbytes * seconds).sum() / (nbytes * nbytes).sum()), 0.0
 
 
-def rows_with_misses(
-    misses: int, num: int, L: int, E: int, K: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Tokens that each miss so many experts in K slots; none twice while there are others.
-
-    The result is ``[T, L, K]``: T is ``num``, or less (at least 2) if E is too small for it.
-    """
+def rows_with_misses(misses, num, L, E, K, rng):
+    """Tokens ``[T, L, K]`` that each miss so many experts in K slots; T is at most ``num``."""
     num = min(num, max(2, (E - K) // misses + 1))
     order = rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1)
-    # A window over each layer's experts that moves by ``misses``: the slots hold exactly the last
-    # token's.
+    # A window over each layer's experts moves by ``misses``: slots hold exactly the last token's.
     places = (np.arange(num)[:, None] * misses + np.arange(K)) % E
     return order[:, places].transpose(1, 0, 2)
 
@@ -234,15 +207,14 @@ def _time_tokens(model, rows, E):
     cache, seconds = make_prompt_cache(model), []
     with route_by(model, decode_trace(rows.astype(np.uint16), E)):
         for i in range(len(rows)):
-            seconds.append(_token_s(model, i % 64, cache))
+            begin = time.perf_counter()
+            mx.eval(model(mx.array([[i % 64]]), cache=cache))
+            seconds.append(time.perf_counter() - begin)
     return seconds[min(DISCARDED, len(rows) - 1) :]
 
 
 def _repeat_token(model, num):
-    """Seconds of one token without a prompt, decoded again and again from experts in slots.
-
-    Each pass is scheduled before the last one is waited for, as in decoding.
-    """
+    """Seconds of one token from experts in slots, again and again, each scheduled ahead."""
     last, seconds = None, []
     for _ in range(num + 1):
         begin = time.perf_counter()
@@ -254,12 +226,6 @@ def _repeat_token(model, num):
         last = scheduled
     mx.eval(last)
     return seconds[min(DISCARDED, num - 1) :]
-
-
-def _token_s(model, token, cache):
-    begin = time.perf_counter()
-    mx.eval(model(mx.array([[token]]), cache=cache))
-    return time.perf_counter() - begin
 
 
 def _time_without_waits(path, config, tokens, E):

@@ -34,12 +34,13 @@ from ..texts import PROMPTS
 from . import bench
 
 RUNS, TOKENS, WARMUP = 7, 32, 32  # rounds, and in each the tokens that are timed and those before
-MAX_SPREAD = 0.2  # the most that quartiles may lie apart, over the median
-MAX_OFF = 2.0  # the most that one sample may be off, as a factor
+# The most that quartiles may lie apart, over the median, and that one sample may be off.
+MAX_SPREAD, MAX_OFF = 0.2, 2.0
 SAME_MEMORY = 0.15  # machines are alike if their memories differ by less than this share
 NUMBER = (int, float)
-COUNTED = ("decode_tokens", "hits", "misses", "bytes_read", "held_nbytes")
+COUNTED = ("decode_tokens", "hits", "misses", "bytes_read", "held_nbytes")  # columns of a row
 LIKE = {  # the fields that a file must have, with an example of each
+    "kind": str,
     "machine": {
         **{"cpu": str, "gpu": (str, type(None)), "cores": int, "memory_nbytes": NUMBER},
         **{"moelab": str, "date": str},
@@ -87,15 +88,12 @@ def digest(made: dict[str, Any]) -> str:
 
 def problems(made: dict[str, Any]) -> list[str]:
     """Sentences that say what is wrong with a file's content; none if it can be taken."""
-    if missing := [name for name in ("kind", *LIKE) if name not in made]:
-        return [f"Expected {', '.join(missing)}, found none: write it with python -m moelab share."]
-    out = []
+    sizes, rows, load, out = made["sizes"], made["rows"], made["load"], []
     if made["digest"] != digest(made):
         out.append("It was edited after it was written: its digest is another. Send it as it was.")
-    if made["load"]["disturbed"]:
-        cores = made["load"]["cores_of_others"]
+    if load["disturbed"]:
+        cores = load["cores_of_others"]
         out.append(f"Other programs used {cores:.1f} cores: close them and measure again.")
-    sizes, rows = made["sizes"], made["rows"]
     if len(rows) != RUNS:
         return [*out, f"Expected {RUNS} samples, got {len(rows)}."]
     speeds = _speeds(rows)
@@ -109,14 +107,13 @@ def problems(made: dict[str, Any]) -> list[str]:
         if not 1 / MAX_OFF <= speed / mid <= MAX_OFF:
             out.append(f"Sample {i} is {speed:.3g} tok/s where the median is {mid:.3g}.")
         needed = row["decode_tokens"] * sizes["L"] * sizes["K"]
-        used = row["hits"] + row["misses"]
-        used += n if isinstance(n := row.get("prefetch_used"), NUMBER) else 0
+        ahead = row.get("prefetch_used")
+        used = row["hits"] + row["misses"] + (ahead if isinstance(ahead, NUMBER) else 0)
         if not 0.9 * needed <= used <= 1.1 * needed:
             out.append(f"Sample {i} used {used} experts where its tokens need {needed}.")
     try:
-        trace = unpacked(made["trace"])
-        shape = (trace.experts.shape[1:], trace.num_experts)
-        if shape != ((sizes["L"], sizes["K"]), sizes["E"]):
+        experts = (trace := unpacked(made["trace"])).experts
+        if (*experts.shape[1:], trace.num_experts) != (sizes["L"], sizes["K"], sizes["E"]):
             out.append("The trace is of another model.")
     except (ValueError, KeyError, OSError) as error:
         out.append(f"The trace cannot be read ({error}).")
@@ -160,17 +157,16 @@ def of_such_a_machine(sizes: ModelSizes, card: dict[str, Any]) -> list[str]:
 
     Files that ``share`` wrote into this folder come before those of ``data/community``.
     """
-    out, shape = [], ("L", "E", "K", "expert_nbytes")
+    out = []
     for file, made in (*_received(Path(), "*_cores_*.json"), *_received(DATA / "community")):
         machine = made["machine"]
         alike = all(machine[name] == card[name] for name in ("cpu", "gpu"))
         alike &= abs(machine["memory_nbytes"] / card["memory_nbytes"] - 1) < SAME_MEMORY
         alike &= card.get("cores") in (None, machine["cores"])
-        if alike and all(made["sizes"][name] == getattr(sizes, name) for name in shape):
-            low, mid, high = np.percentile(_speeds(made["rows"]), (25, 50, 75))
+        if alike and all(made["sizes"][name] == getattr(sizes, name) for name in LIKE["sizes"]):
             held = np.median([row["held_nbytes"] for row in made["rows"]]) / 1e9
             out.append(
-                f"{mid:.3g} tok/s [{low:.3g}, {high:.3g}] with {held:.2g} GB held "
+                f"{records.q(_speeds(made['rows']), '.3g')} tok/s with {held:.2g} GB held "
                 f"({shorten(Path(*file.parts[-3:]))}, {shorten(machine['date'])})"
             )
     return out
@@ -185,33 +181,35 @@ def _cell(text):
     return re.sub(r"([\\`|\[\]])", r"\\\1", html.escape(shorten(text), quote=False))
 
 
+HEAD = """# Measured by others, and by us
+
+Decoding speeds that `python -m moelab share MODEL` wrote, exact text, n=7, after 32 tokens of \
+warm-up. To add your machine, run it and send the file in a pull request. A test checks it.
+
+| tok/s [quartiles] | model | GB held | hits | MB read a token | machine | moelab | |
+|---|---|---|---|---|---|---|---|
+"""
+
+
 def page(files: list[Path]) -> str:
     """Write the files as a Markdown table, the fastest first."""
-    rows = []
+    lines = {}
     for file in files:
         made = received(Path(file))
-        samples = records.table(made)
-        low, mid, high = np.percentile(samples.tok_s, (25, 50, 75))
-        machine, held = made["machine"], samples.held_nbytes.median() / 1e9
+        samples, machine = records.table(made), made["machine"]
         memory = f"{machine['memory_nbytes'] / 2**30:.0f} GiB"
-        where = f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {memory}"
-        model, moelab = _cell(made["settings"]["model"]), _cell(machine["moelab"])
-        line = (
-            f"| {mid:.3g} [{low:.3g}, {high:.3g}] | {model} | {held:.2g} | "
-            f"{samples.hit_rate.median():.0%} | {samples.read_nbytes_per_token.median() / 1e6:.0f} "
-            f"| {_cell(where)} | {moelab}, {_cell(machine['date'])} "
-            f"| [file]({quote(Path(file).name)}) |"
-        )
-        rows.append((mid, line))
-    head = (
-        "# Measured by others, and by us\n\n"
-        "Decoding speeds that `python -m moelab share MODEL` wrote, exact text, n=7, after 32 "
-        "tokens of warm-up. To add your machine, run it and "
-        "send the file in a pull request. A test checks it.\n\n"
-        "| tok/s [quartiles] | model | GB held | hits | MB read a token | machine | moelab | |\n"
-        "|---|---|---|---|---|---|---|---|\n"
-    )
-    return head + "\n".join(line for _, line in sorted(rows, reverse=True)) + "\n"
+        cells = [
+            records.q(samples.tok_s, ".3g"),
+            _cell(made["settings"]["model"]),
+            records.m(samples.held_nbytes, ".2g", 1e-9),
+            records.m(samples.hit_rate, ".0%"),
+            records.m(samples.read_nbytes_per_token, ".0f", 1e-6),
+            _cell(f"{machine['gpu'] or machine['cpu']}, {machine['cores']} cores, {memory}"),
+            f"{_cell(machine['moelab'])}, {_cell(machine['date'])}",
+            f"[file]({quote(Path(file).name)})",
+        ]
+        lines[f"| {' | '.join(cells)} |"] = samples.tok_s.median()
+    return HEAD + "\n".join(sorted(lines, key=lines.get, reverse=True)) + "\n"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,18 +16,29 @@ import mistune
 
 from ...checkpoint import read_json
 
+STYLE = (
+    "body{max-width:60em;margin:1em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif;"
+    "overflow-wrap:break-word}h1,h2,h3{line-height:1.3;margin:1.5em 0 .5em}h1{font-size:1.5em}"
+    "h2{font-size:1.2em}h3{font-size:1em}p,main ul,blockquote{max-width:48em}"
+    "blockquote{margin:1em 0;padding:0 1em;border-left:4px solid #0072B2}img{max-width:100%}"
+    "nav{display:flex;justify-content:space-between;gap:1em;margin:1em 0}a{color:#04a}"
+    "pre,.output_html:has(>div>table),.output_html:has(>table){overflow-x:auto}"
+    "pre{background:#f6f6f6;padding:.5em;font-size:13px;line-height:1.4}.output_stderr pre"
+    "{background:#fdd}summary{color:#595959;font-size:14px;cursor:pointer}.code{margin:.5em 0}"
+    "table{border-collapse:collapse;font-size:14px;margin:.5em 0}td,th{padding:.2em .6em;"
+    "text-align:left;min-width:4em}tr:nth-child(even){background:#f6f6f6}"
+)
 PAGE = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><title>moelab</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1"><style>'
-    "body{{max-width:48em;margin:2em auto;padding:0 1em;font:16px/1.5 system-ui,sans-serif;"
-    "overflow-wrap:break-word}}h2{{font-size:1.2em;line-height:1.3;margin-top:2em}}</style>"
-    "<h1>moelab</h1><p>moelab runs Mixture-of-Experts language models that are larger than memory, "
-    "with their experts on the SSD; these notebooks measure what decides how fast.</p>"
+    + STYLE.replace("{", "{{").replace("}", "}}")
+    + "</style><h1>moelab</h1><p>moelab runs Mixture-of-Experts language models that are larger "
+    "than memory, with their experts on the SSD; these notebooks measure what decides how fast.</p>"
     "<p>Begin with 00, which explains the words. Then take any question: 01 to 05 are about "
     "streaming experts, 06 to 08 about drafts, 09 and 10 about other programs and claims, 11 about "
     "several machines, 12 about yours: what runs there, and how fast.</p>{}<p>A figure names its "
     "machine under its title: <i>here</i> is the computer that ran the notebooks, <i>recorded</i> "
-    "the one of an earlier run, some with an H100 GPU. On a phone, figures, tables and code scroll "
+    "the one of an earlier run, some with an H100 GPU. On a phone, tables and code scroll "
     "sideways.</p>{}{}</html>"
 )
 ON_THE_WEB = (

@@ -1,22 +1,21 @@
 """``make run``: every notebook executed top to bottom, and one HTML page for each.
 
 A page needs neither kernel nor network. All share one file, ``plotly.min.js``. ``NAME.json`` beside
-a page has its question and answer, for the index, and its figures, for ``data/recipes/figures.py``.
+a page has its question and answer, for the index.
 """
 
-import base64
 import html
 import json
-import mimetypes
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2
 import nbformat
-import plotly.io as pio
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbconvert import HTMLExporter
@@ -24,24 +23,34 @@ from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
 from ..machine import card_line
-from . import index
+from . import index, style
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
 PLOTLY_FILE = "plotly.min.js"
-NO_SLIDERS = "<p><i>Run the notebook in JupyterLab to get the sliders.</i></p>"
+LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
 # A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
-# A figure narrower than its title cannot be read: on a phone it scrolls, as tables and code do.
-STYLE = (
-    "<style>main{max-width:1024px;margin:auto}main>nav{padding:8px}main>nav a{color:#04a;"
-    "text-decoration:underline}"
-    "[role=img],.jp-InputArea-editor,.jp-RenderedMarkdown{overflow-x:auto!important}"
-    "@media(max-width:760px){.js-plotly-plot{min-width:900px}.modebar{display:none!important}"
-    ".jp-RenderedHTMLCommon table{width:max-content;max-width:60em}}</style>"
+# The code of a cell is folded, so that a page shows question, figures and answers.
+TEMPLATE = (
+    """{% extends 'classic/base.html.j2' %}
+{% block header %}<!doctype html><html lang="en"><head><meta charset="utf-8">
+<title>{{ resources.metadata.name }}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{{ resources.inlining.css | join }}"""
+    + index.STYLE
+    + """</style>
+<script src="plotly.min.js"></script><script>"""
+    + style.DRAW
+    + """</script></head><body>{{ resources.links }}<main>{% endblock %}
+{% block input_group %}<details class="code">
+{% set lines = cell.source.splitlines() | length %}
+<summary>Code, {{ lines }} line{{ "s" if lines > 1 }}</summary>
+{{ cell.source | highlight_code(metadata=cell.metadata) }}</details>{% endblock %}
+{% block footer %}</main>{{ resources.links }}</body></html>{% endblock %}
+"""
 )
-BACK = '<nav><a href="index.html">All notebooks</a></nav>'  # on top of a page
 
 
 @dataclass(frozen=True)
@@ -53,8 +62,16 @@ class Summary:
 
 
 def summary(notebook) -> Summary:
-    """Read a notebook's question and answer: its title, and its quote after ``**Takeaway.**``."""
-    text = "\n\n".join(c.source for c in notebook.cells if c.cell_type == "markdown")
+    """Read a notebook's question and answer: its title, and its quote after ``**Takeaway.**``.
+
+    The quote stands in a Markdown cell, or a code cell showed it (``charts.say``).
+    """
+    texts = []
+    for cell in notebook.cells:
+        texts += [cell.source] * (cell.cell_type == "markdown")
+        shown = (output.get("data", {}).get("text/markdown") for output in cell.get("outputs", []))
+        texts += filter(None, shown)
+    text = "\n\n".join(texts)
     title = re.search(r"^# (.+)$", text, re.M)
     takeaway = re.search(r"^> \*\*Takeaway\.\*\*(.+(?:\n>.*)*)", text, re.M)
     if title is None or takeaway is None:
@@ -64,29 +81,39 @@ def summary(notebook) -> Summary:
     return Summary(title[1].strip(), re.sub(r"\n>", "\n", takeaway[1]).strip())
 
 
-def for_page(source: str, folder: Path) -> str:
-    """Turn a Markdown cell's text into a page's, with the pictures of its folder inside.
-
-    Citations of numbers and the link to the figures are dropped. A link to a notebook leads to its
-    page; of other links into the repository only the words stay.
-    """
-
-    def embedded(match):
-        kind, _ = mimetypes.guess_type(match[2])
-        data = base64.b64encode((folder / match[2]).read_bytes()).decode()
-        return f"{match[1]}data:{kind};base64,{data}"
-
-    text = re.sub(r"\[Figures as pictures\]\([^)]*\)\.", "", source)
-    text = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", text)
-    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
-    return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, text)
+def for_page(source: str) -> str:
+    """Lead a Markdown cell's links to notebooks to their pages; drop others into the repository."""
+    text = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", source)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
 
 
-def drop_progress(notebook) -> None:
-    """Remove the traces of progress bars on stderr: a page shows even blanks as a coloured band."""
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if not _is_progress(output)]
+def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
+    """Execute a notebook; returns it, up to a cell that failed, and that cell's error or None."""
+    notebook, failed = nbformat.read(source, as_version=4), None
+    client = NotebookClient(
+        notebook,
+        timeout=None,
+        startup_timeout=STARTUP_S,
+        kernel_name="python3",
+        store_widget_state=False,
+        record_timing=False,
+        coalesce_streams=True,
+        extra_arguments=["--log-level=40"],
+        resources={"metadata": {"path": str(source.parent)}},
+    )
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell in code:
+        cell.outputs = []
+    total = {"total": len(code), "desc": source.stem, "unit": "cell"}
+    with tqdm(**total, leave=False, disable=None) as progress:
+        client.on_cell_executed = lambda **_: progress.update()
+        try:
+            client.execute()
+        except CellExecutionError as error:
+            failed = str(error)
+    for cell in code:  # a page shows even a bar's blanks as a coloured band
+        cell.outputs = [output for output in cell.outputs if not _is_progress(output)]
+    return notebook, failed
 
 
 def _is_progress(output):
@@ -94,75 +121,76 @@ def _is_progress(output):
     return stderr and not BAR.sub("", output.text).strip()
 
 
-def _still(output, name: str):
-    """Turn a plotly or widget output in place into HTML that stands by itself."""
-    data = output.get("data", {})
+def still(notebook, picture: Callable, name: str) -> None:
+    """Replace a notebook's live outputs by a ``picture(plotly's JSON)`` and text in HTML."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [new for old in cell.outputs for new in _still(old, picture, name)]
+
+
+def _still(output, picture, name):
+    data, shown = output.get("data", {}), [output]
+    live = LIVE.format(name) if WIDGET in data else ""
     if PLOTLY in data:
-        alt = html.escape("".join(data.get("text/plain", "")), quote=True)
-        layout = {**data[PLOTLY]["layout"], "dragmode": False}  # a finger scrolls the page
-        body = pio.to_html(
-            {"data": data[PLOTLY]["data"], "layout": layout},
-            include_plotlyjs=False,
-            full_html=False,
-            div_id=name,
-            validate=False,
-            config={"responsive": True},
-        )
-        body = f'<div role="img" aria-label="{alt}">{body}</div>'
-        if WIDGET in data:  # from ``explore``: its first figure, and the finding as HTML
-            body += "".join(data["text/html"]) + NO_SLIDERS
-        output["data"] = {"text/html": body}
-    elif WIDGET in data:
-        output["data"] = {"text/html": "".join(data.get("text/html", "")) + NO_SLIDERS}
+        shown = [picture(data[PLOTLY])]
+        if live:  # from ``explore``: its first figure, with title and finding
+            meta = data[PLOTLY]["layout"]["meta"]
+            shown = [_html(style.heading(meta)), *shown, _html(style.words(meta) + live)]
+    elif live:
+        shown = [_html("".join(data.get("text/html", "")) + live)]
+    return shown
 
 
-def page(source: Path, target: Path) -> str | None:
+def _html(text):
+    return nbformat.v4.new_output("display_data", {"text/html": text, "text/plain": ""})
+
+
+def _drawn(figure):
+    """A figure that the page's script draws."""
+    layout = {**figure["layout"], "dragmode": False}  # a finger scrolls the page
+    written = json.dumps({"data": figure["data"], "layout": layout}).replace("</", r"<\/")
+    return _html(
+        f'<div role="img" aria-label="{html.escape(layout["meta"]["alt"])}"></div>'
+        f"<script>draw(document.currentScript.previousElementSibling, () => ({written}))</script>"
+    )
+
+
+def page(source: Path, target: Path, links: str) -> str | None:
     """Run one notebook and write its page, up to a cell that failed; returns its error or None."""
-    notebook = nbformat.read(source, as_version=4)
-    said = summary(notebook)
-    client = NotebookClient(
-        notebook,
-        timeout=None,
-        startup_timeout=STARTUP_S,
-        kernel_name="python3",
-        store_widget_state=False,
-        coalesce_streams=True,
-        extra_arguments=["--log-level=40"],
-        resources={"metadata": {"path": str(source.parent)}},
-    )
-    cells = sum(cell.cell_type == "code" for cell in notebook.cells)
-    failed = None
-    with tqdm(total=cells, desc=source.stem, unit="cell", leave=False, disable=None) as progress:
-        client.on_cell_executed = lambda **_: progress.update()
-        try:
-            client.execute()
-        except CellExecutionError as error:
-            failed = str(error)
-    drop_progress(notebook)
-    figures = [
-        {key: output["data"][PLOTLY][key] for key in ("data", "layout")}
-        for cell in notebook.cells
-        for output in cell.get("outputs", [])
-        if PLOTLY in output.get("data", {})
-    ]
-    for c, cell in enumerate(notebook.cells):
+    notebook, failed = run(source)
+    try:
+        said = summary(notebook)
+    except ValueError:
+        if not failed:
+            raise
+        said = Summary(source.stem, "")
+    still(notebook, _drawn, source.stem)
+    for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = for_page(cell.source, source.parent)
-        for o, output in enumerate(cell.get("outputs", [])):
-            _still(output, f"figure-{c}-{o}")
-    body, _ = HTMLExporter().from_notebook_node(
-        notebook, resources={"metadata": {"name": source.stem}}
+            cell.source = for_page(cell.source)
+    exporter = HTMLExporter(
+        extra_loaders=[jinja2.DictLoader({"page.html.j2": TEMPLATE})],
+        template_file="page.html.j2",
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
     )
-    body = re.sub(r'<script[^>]* src="https?:.*?</script>', "", body, flags=re.S)
-    head = f'{STYLE}<script src="{PLOTLY_FILE}"></script></head>'
-    body = body.replace("</head>", head, 1).replace("<main>", f"<main>{BACK}", 1)
+    resources = {"metadata": {"name": said.title}, "links": links}
+    body, _ = exporter.from_notebook_node(notebook, resources=resources)
     target.write_text(body, encoding="utf-8")
-    described = {
-        **{"title": said.title, "answer": said.answer, "machine": card_line()},
-        **{"fast": bool(os.environ.get("MOELAB_FAST")), "failed": bool(failed), "figures": figures},
-    }
+    described = {"title": said.title, "answer": said.answer, "machine": card_line()}
+    described |= {"fast": bool(os.environ.get("MOELAB_FAST")), "failed": bool(failed)}
     target.with_suffix(".json").write_text(json.dumps(described), encoding="utf-8")
     return failed
+
+
+def _links(sources, i):
+    """The way from one page to the one before, to the index and to the next."""
+    before, after = (sources[k].stem if 0 <= k < len(sources) else "" for k in (i - 1, i + 1))
+    links = [f'<a href="{before}.html">&larr; notebook {before[:2]}</a>' if before else ""]
+    links += ['<a href="index.html">All notebooks</a>']
+    links += [f'<a href="{after}.html">Notebook {after[:2]} &rarr;</a>' if after else ""]
+    return f"<nav>{' '.join(links)}</nav>"
 
 
 def main(notebooks: str, out: str, *names: str) -> int:
@@ -173,12 +201,12 @@ def main(notebooks: str, out: str, *names: str) -> int:
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
-    failures = 0
-    for source in sorted(Path(notebooks).glob("*.ipynb")):
+    failures, sources = 0, sorted(Path(notebooks).glob("*.ipynb"))
+    for i, source in enumerate(sources):
         if names and source.stem not in names:
             continue
         target, started = folder / f"{source.stem}.html", time.perf_counter()
-        error = page(source, target)
+        error = page(source, target, _links(sources, i))
         failures += error is not None
         print(
             f"[{'fail' if error else 'ok'}] {target}, "

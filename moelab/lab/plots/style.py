@@ -26,7 +26,7 @@ GREY = "#595959"
 
 # Pixels; the characters of an axis title on a phone.
 PLOT_HEIGHT = 300
-TOP, FOOTER = 30, 54  # above the plot; below it: ticks and axis title
+TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 340  # room for a legend on a page and on a phone
 NARROW_CHARACTERS = 34
@@ -39,9 +39,9 @@ function draw(el, figure) {
   const redraw = () => {
     if (!width) return;
     const {data, layout} = figure();
-    const config = {displaylogo: false, displayModeBar: 'hover'};
+    const narrow = width < 600, config = {displaylogo: false, displayModeBar: !narrow};
     Plotly.react(plot, data, {...layout, width}, config);
-    if (width < 600) Plotly.relayout(plot, layout.meta.narrow);
+    if (narrow) Plotly.relayout(plot, layout.meta.narrow);
   };
   new ResizeObserver(() => {
     if (el.clientWidth !== width) { width = el.clientWidth; redraw(); }
@@ -216,9 +216,8 @@ def heading(meta: dict) -> str:
     return f"<b>{title}</b><br><small style='color:{GREY}'>{note}</small>"
 
 
-def words(fig: go.Figure) -> str:
+def words(meta: dict) -> str:
     """HTML to stand under a figure: its finding and, folded, the figure in words."""
-    meta = fig.layout.meta or {}
     if not meta.get("alt") or not meta.get("finding"):
         raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
     told = "<br>".join(map(html.escape, (meta["alt"], *meta["machines"])))
@@ -230,7 +229,8 @@ def words(fig: go.Figure) -> str:
 
 def show(fig: go.Figure) -> None:
     """Display a described figure under its title and above its finding."""
-    text = words(fig)
-    display(HTML(heading(fig.layout.meta)))
-    display({**fig._repr_mimebundle_(), "text/plain": fig.layout.meta["alt"]}, raw=True)
+    meta = fig.layout.meta
+    text = words(meta)
+    display(HTML(heading(meta)))
+    display({**fig._repr_mimebundle_(), "text/plain": meta["alt"]}, raw=True)
     display(HTML(text))

@@ -119,7 +119,7 @@ class Explorer:
 
     def _draw(self, fig: go.Figure):
         """Show a figure; its axes and the room for its title never shrink."""
-        self.figure, words = fig, style.words(fig)
+        self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
             if axis.range:
                 ends = [*axis.range, *self._axes.get(axis.plotly_name, axis.range)]
@@ -145,7 +145,8 @@ def explore(
     """
     explorer = Explorer(fn, controls, extremes, run_button)
     # One output of two kinds: live where a kernel runs, the first figure on a page without one.
+    meta = explorer.figure.layout.meta
+    text = {"text/html": style.heading(meta) + style.words(meta), "text/plain": meta["alt"]}
     live, still = explorer.view._repr_mimebundle_(), explorer.figure._repr_mimebundle_()
-    text = {"text/html": style.words(explorer.figure)}
-    display({**live, **still, **text, "text/plain": explorer.figure.layout.meta["alt"]}, raw=True)
+    display({**live, **still, **text}, raw=True)
     return explorer

@@ -1,22 +1,20 @@
-"""Our own speeds and prompts beside what a plan says of them, for notebook 12.
+"""Our own speeds and prompts beside what a plan with costs of the same machine says of them.
 
-python -m moelab.lab own OUT.json
+    python data/recipes/planned_own.py OUT.json
+
+The record is computed from others; nothing is measured.
 """
 
-from typing import TYPE_CHECKING
+import sys
 
 import numpy as np
+import pandas as pd
 
-from ...replay.machine import Machine
-from .. import records
-from ..records import pandas
-from . import page_cache
+from moelab.lab import records
+from moelab.lab.experiments import page_cache
+from moelab.replay.machine import Machine
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-
-# Settings of our own: records of a machine's costs, of speeds by slots, and layers.
+# Where, and the records of the machine's costs and of speeds by slots; layers of the model.
 OWN = (
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_478", 4),
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),
@@ -27,7 +25,7 @@ OWN = (
 FULL_VOCABULARY = 248_320
 
 
-def own() -> "DataFrame":
+def own():
     """Speeds of our own, beside those that follow from costs measured on the same machine."""
     rows = []
     for where, costs, speeds, layers in OWN:
@@ -39,19 +37,13 @@ def own() -> "DataFrame":
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
         for one in page_cache.replayed(page_cache.told(samples), sizes, found, trace).itertuples():
             memory = f"{one.limit_mb / 1e3:.2g} GB" if one.limit_mb < float("inf") else "no limit"
-            rows.append(
-                {
-                    "where": where,
-                    "variant": f"{memory}, {one.slots} slots, {one.reads}",
-                    "measured_tok_s": 1e3 / one.ms,
-                    "planned_tok_s": 1e3 / one.replayed_ms,
-                }
-            )
-    out = pandas().DataFrame(rows)
+            variant = f"{memory}, {one.slots} slots, {one.reads}"
+            rows.append((where, variant, 1e3 / one.ms, 1e3 / one.replayed_ms))
+    out = pd.DataFrame(rows, columns=["where", "variant", "measured_tok_s", "planned_tok_s"])
     return out.assign(factor=np.exp(abs(np.log(out.planned_tok_s / out.measured_tok_s))))
 
 
-def own_prompts() -> "DataFrame":
+def own_prompts():
     """Our own cold prompts, and by what factor they lie outside of the planned range."""
     reads = records.read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
     machine = Machine.cpu(24 * 2**30, reads["fio direct, experts, 8 in flight"], cores=2)
@@ -62,17 +54,17 @@ def own_prompts() -> "DataFrame":
         samples = samples[samples["mode"] == "fused"]
         for tokens, part in samples.groupby("prompt_tokens"):
             least, most = machine.prompt_s(sizes, int(tokens), int(part.slots.median()))
-            measured = {"prompt_tokens": tokens, "first_token_s": part.prefill_s.median()}
-            planned = {"least_s": least, "most_s": most}
-            rows.append({"side": "our own", "group": record, **measured, **planned})
-    out = pandas().DataFrame(rows)
-    early, late = out.least_s / out.first_token_s, out.first_token_s / out.most_s
-    return out.assign(factor=np.maximum(1, np.maximum(early, late)))
+            first = part.prefill_s.median()
+            rows.append((record, tokens, first, max(1, least / first, first / most)))
+    return pd.DataFrame(rows, columns=["record", "prompt_tokens", "first_token_s", "factor"])
 
 
-def main(out: str) -> None:
-    """Save the record of ``own``."""
+def main(out):
     running = records.Running("own", {"records": [speeds for _, _, speeds, _ in OWN]})
     samples = running.table(own().to_dict("records"))
     text = samples.groupby("where", sort=False).factor.describe().round(2).to_string()
     records.print_and_save(text, samples, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
