@@ -17,7 +17,6 @@ SCRIPTS = {  # name: its module, what it does
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
     "index": ("plots.index", "write the index of a folder of pages again"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
-    "passes": ("experiments.verify", "what a pass over several positions costs"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "timeline": ("experiments.timeline", "what runs when in a token"),
 }
