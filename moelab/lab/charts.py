@@ -238,8 +238,10 @@ def _grouped(samples, value, by, panel):
 def _figure(samples, grouped, title, x, y, note, **layout):
     """Make an empty figure with the note and the machines that the table's headers name."""
     headers = samples.attrs.get("headers", [samples.attrs])
-    settings = headers[0].get("settings") or {}
     headers = [h for h in headers if "machine" in h] or headers  # arithmetic has no machine
+    of_each = [h.get("settings") or {} for h in headers if h.get("machine") != ""]
+    of_each = of_each or [headers[0].get("settings") or {}]
+    settings = {k: v for k, v in of_each[0].items() if all(s.get(k) == v for s in of_each)}
     told = [settings.get("model", "")]
     if "tokens" in settings:
         told.append(f"{settings['tokens']} tokens a run")
