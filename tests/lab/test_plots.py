@@ -22,7 +22,10 @@ def drawn(top_k=8, slots=16):
 
 def explorer(**given):
     return explore(
-        drawn, **given, top_k=slider("top-k", 1, 8, 8), slots=choice("slots", (4, 8, 16, 32), 16)
+        drawn,
+        **given,
+        top_k=slider("top-k", 1, 8, 8),
+        slots=choice("slots", (4, 8, 16, 17, 32), 16),
     )
 
 
@@ -37,14 +40,14 @@ def test_a_slider_redraws_the_live_figure(capsys):
 
 def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
     made = explorer(extremes=[{"slots": 8}, {"top_k": 1}])
-    for slots, top in ((8, 16), (16, 16), (32, 32), (16, 32)):
+    for slots, top in ((8, 16), (17, 16), (32, 32), (16, 32)):
         made.controls["slots"].value = slots
         assert list(made.figure.layout.yaxis.range) == [0, top]
         assert json.loads(made._plot.figure)["layout"]["yaxis"]["range"] == [0, top]
     downward = style.figure("a longer title", "x", "y").update_yaxes(range=[3, 0])
-    for wanted in (downward, downward.update_yaxes(range=[2, -1])):
+    for wanted in (downward, downward.update_yaxes(range=[2, -9])):
         made._draw(style.describe(wanted, "alt", "finding"))
-    assert list(made.figure.layout.yaxis.range) == [32, -1]
+    assert list(made.figure.layout.yaxis.range) == [32, -9]
     made.controls["top_k"].value = 2
     assert made._heading.value.count("a longer title") == 1  # hidden: its room stays
 
@@ -81,6 +84,10 @@ def test_a_figure_has_a_form_for_a_phone():
     narrow = fig.layout.meta["narrow"]
     assert fig.layout.xaxis.domain[1] < 0.5 and narrow["xaxis.domain"] == (0, 1)
     assert narrow["yaxis2.domain"][1] < narrow["yaxis.domain"][0]
+    assert (
+        narrow["height"]
+        == fig.layout.height + 2 * charts.BAR + charts.PANEL_TITLE + charts.PANEL_AXIS
+    )
     assert narrow["height"] > fig.layout.height and not [key for key in narrow if "range" in key]
 
 

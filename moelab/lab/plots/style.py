@@ -28,8 +28,8 @@ GREY = "#595959"
 PLOT_HEIGHT = 300
 TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
-WIDE, NARROW = 800, 340  # room for a legend on a page and on a phone
-NARROW_CHARACTERS = 34
+WIDE, NARROW = 800, 260  # room for a legend on a page and on a phone
+NARROW_CHARACTERS = 28
 
 # How a browser draws a figure as wide as its place: for a live one, and for those of a page.
 DRAW = """
@@ -39,9 +39,13 @@ function draw(el, figure) {
   const redraw = () => {
     if (!width) return;
     const {data, layout} = figure();
-    const narrow = width < 600, config = {displaylogo: false, displayModeBar: !narrow};
+    const narrow = width < 600;
+    for (const [path, value] of Object.entries(narrow ? layout.meta.narrow : {})) {
+      const keys = path.match(/[^.[\\]]+/g), last = keys.pop();
+      keys.reduce((place, key) => place[key] ??= {}, layout)[last] = value;
+    }
+    const config = {displaylogo: false, displayModeBar: !narrow};
     Plotly.react(plot, data, {...layout, width}, config);
-    if (narrow) Plotly.relayout(plot, layout.meta.narrow);
   };
   new ResizeObserver(() => {
     if (el.clientWidth !== width) { width = el.clientWidth; redraw(); }
@@ -68,7 +72,14 @@ pio.templates["moelab"] = go.layout.Template(
         "plot_bgcolor": "white",
         "hoverlabel": {"font": {"size": 13}},
         "modebar": {"remove": ["select", "lasso", "zoomin", "zoomout", "autoscale", "share"]},
-        "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        "legend": {
+            "orientation": "h",
+            "yref": "container",
+            "y": 0,
+            "yanchor": "bottom",
+            "x": 0,
+            "tracegroupgap": 0,
+        },
         "xaxis": _AXIS,
         "yaxis": {**_AXIS, "rangemode": "tozero"},
     }
@@ -184,19 +195,21 @@ def ceiling(
 def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
     """Give a complete figure its alternative text, its finding and room for its legend.
 
-    ``meta.narrow`` is what changes where the figure is narrow, as plotly's ``relayout`` takes it.
+    ``meta.narrow`` has what changes in the layout where the figure is narrow, by its path.
     """
-    layout = fig.layout
-    plot = layout.height - layout.margin.b
+    meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b
+    narrow = {"margin.l": min(fig.layout.margin.l or 50, 50), **meta.get("narrow", {})}
+    narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}  # below the labels too
     bottom, low = (FOOTER + LEGEND_LINE * _legend_lines(fig, width) for width in (WIDE, NARROW))
-    titles = {axis.plotly_name: axis.title.text for axis in fig.select_xaxes()}
-    titles = {f"{axis}.title.text": wrap(t or "", NARROW_CHARACTERS) for axis, t in titles.items()}
-    low += 16 * (max(map(len, titles.values())) - 1)
-    narrow = {"margin.b": low, "margin.l": min(layout.margin.l or 50, 50), "height": plot + low}
-    narrow |= {name: "<br>".join(lines) for name, lines in titles.items() if len(lines) > 1}
-    meta = {**layout.meta, "alt": alt, "finding": finding}
-    meta["narrow"] = narrow | meta.get("narrow", {})
-    return fig.update_layout(meta=meta, height=plot + bottom, margin={"b": bottom})
+    most = 1
+    for axis in fig.select_xaxes():
+        lines = wrap(axis.title.text or "", NARROW_CHARACTERS)
+        narrow[f"{axis.plotly_name}.title.text"] = "<br>".join(lines)
+        most = max(most, len(lines))
+    narrow["margin.b"] = low + 18 * (most - 1)
+    narrow["height"] = narrow.get("height", above) + narrow["margin.b"]
+    meta = {**meta, "alt": alt, "finding": finding, "narrow": narrow}
+    return fig.update_layout(meta=meta, height=above + bottom, margin={"b": bottom})
 
 
 def _legend_lines(fig, width):

@@ -122,15 +122,23 @@ class Explorer:
         self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
             if axis.range:
-                ends = [*axis.range, *self._axes.get(axis.plotly_name, axis.range)]
-                low, high = min(ends), max(ends)
-                axis.range = [low, high] if axis.range[0] <= axis.range[1] else [high, low]
-                self._axes[axis.plotly_name] = axis.range
+                axis.range = self._axes[axis.plotly_name] = _held(
+                    axis.range, self._axes.get(axis.plotly_name, axis.range)
+                )
         for name, text in self._longest.items():
             self._longest[name] = max(text, fig.layout.meta[name], key=len)
         room = style.heading({**fig.layout.meta, **self._longest})
         self._heading.value = PLACE.format(style.heading(fig.layout.meta), room)
         self._plot.figure, self._words.value = fig.to_json(), words
+
+
+def _held(wanted, held):
+    """The range of an axis that holds two. Up to a tenth more is room that the chart can spare."""
+    room = 0.1 * abs(held[1] - held[0])
+    if min(wanted) >= min(held) - room and max(wanted) <= max(held) + room:
+        return held
+    ends = min(*wanted, *held), max(*wanted, *held)
+    return ends if wanted[0] <= wanted[1] else ends[::-1]
 
 
 def explore(
