@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,13 +64,15 @@ class Forecast:
     @property
     def parts_s(self) -> dict[str, float]:
         """The seconds of a token, by what takes them."""
-        parts, layers_s = self.advice.chosen.parts_s, self._layers_s
-        ssd_s, copies_s, waits_s = self.machine.reads_s(self.advice.chosen)
+        machine, chosen, all_held = self.machine, self.advice.chosen, self.slots == self.sizes.E
+        each_s = machine.held_layer_s if all_held else machine.layer_s
+        layers_s = self.sizes.layers * (machine.layer_s if math.isnan(each_s) else each_s)
+        ssd_s, copies_s, waits_s = machine.reads_s(chosen)
         return {
             "SSD": ssd_s,
             "page cache": copies_s,
             "waits for reads": waits_s,
-            "weights": parts["fixed"] - layers_s + parts["experts"],
+            "weights": chosen.parts_s["fixed"] - layers_s + chosen.parts_s["experts"],
             "layers": layers_s,
         }
 
@@ -109,18 +111,17 @@ class Forecast:
         return max(causes, key=causes.get)
 
     @property
-    def _layers_s(self):
-        machine, all_held = self.machine, self.advice.config.slots == self.sizes.E
-        held_s = machine.held_layer_s if all_held else math.nan
-        return self.sizes.layers * (machine.layer_s if math.isnan(held_s) else held_s)
+    def slots(self) -> int:
+        """Slots in each layer."""
+        return self.advice.config.slots
 
     def prompt_s(self, tokens: int) -> tuple[float, float]:
         """``Machine.prompt_s`` of a prompt of so many tokens."""
-        return self.machine.prompt_s(self.sizes, tokens, self.advice.config.slots)
+        return self.machine.prompt_s(self.sizes, tokens, self.slots)
 
-    def table(self, prompt: int, **more: str) -> str:
-        """The forecast in words, a line for each thing that a user asks; ``more`` are lines too."""
-        sizes, slots, machine = self.sizes, self.advice.config.slots, self.machine
+    def table(self, prompt: int, more: Mapping[str, str] = {}) -> str:
+        """The forecast in words, a line for each thing that a user asks, and ``more`` lines."""
+        sizes, slots, machine = self.sizes, self.slots, self.machine
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 5e-5}
         if "SSD" in parts:
@@ -143,7 +144,7 @@ class Forecast:
             "most of it": self.binds,
             "first token": f"{rough(first_s)} to {rough(last_s)} s after a prompt of {prompt} "
             "tokens, the file not in memory before",
-            **{name.replace("_", " "): text for name, text in more.items()},
+            **more,
         }
         width = max(map(len, rows))
         return "\n".join(f"{name:{width}}  {text}" for name, text in rows.items())
@@ -259,7 +260,7 @@ def describe(
     if chip:
         more["rates"] += "; no Mac was measured, they follow from what others publish"
     before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
-    return "\n".join([*before, found.table(prompt, **more)])
+    return "\n".join([*before, found.table(prompt, more)])
 
 
 def _machine(ram, ssd, chip, cores):
