@@ -1,6 +1,7 @@
 # Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in 12 minutes
+#   make notebooks   runs them anew and keeps their figures as pictures; NB=03_page_cache runs one
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
 #   make numbers   writes the README's numbers anew from the records in data/results
 #   make test   tests every module, every mode and every notebook, in ten minutes
@@ -12,7 +13,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run records numbers peers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint figures browser clean
+.PHONY: lab run records numbers peers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint notebooks browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -62,12 +63,9 @@ test-notebooks: $(READY)
 check: $(READY)
 	$(BIN)/python -m moelab check
 
-# docs/figures: the pictures of every notebook, from the pages of `make run`, and the README's
-# picture of JupyterLab, from the browser test.
-figures: $(READY)
-	$(BIN)/python data/recipes/figures.py build docs/figures
-	$(BIN)/python -m pytest -q tests/test_browser.py -k 00_start_here
-	cp build/browser_00.png docs/figures/notebook.png
+# On a quiet machine, with Chromium (make browser): all notebooks, or NB="03_page_cache 04_prefetch".
+notebooks: $(READY)
+	$(BIN)/python data/recipes/notebooks.py $(NB)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -63,8 +63,11 @@ def measured(name, header):
     if "make" in header:
         run(header["make"].format_map(Places(out=new)))
     elif not new.is_file():
-        where = f"notebook {header['notebook']}" if "notebook" in header else "an earlier version"
-        return print(f"{name}: measured by {where}, and there is no {new}")
+        book = header.get("notebook")
+        how = (
+            f"save what notebook {book} measures as {new}" if book else "nothing makes it any more"
+        )
+        return print(f"{name}: {how}")
     return new
 
 
@@ -101,8 +104,8 @@ def main(*names):
     for name, header in headers.items():
         parts.setdefault(header["part"], []).append(name)
     if wrong := [name for name in names if name not in parts and name not in headers]:
-        known = ", ".join([*sorted(parts), *headers])
-        raise SystemExit(f"records: expected some of {known}; got {', '.join(wrong)}")
+        known = ", ".join(sorted(parts))
+        raise SystemExit(f"records: expected {known} or records' names; got {', '.join(wrong)}")
     asked = [n for name in names for n in parts.get(name, [name])]
     own = "cuda_" if card()["backend"] == "CUDA" else "cpu_"
     if others := [name for name in asked if not name.startswith(own)]:

@@ -15,11 +15,8 @@ SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
     "community": ("experiments.share", "the page of the speeds that people sent"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
-    "exactness": ("experiments.exactness", "logits of every mode beside the resident model's"),
     "index": ("plots.index", "write the index of a folder of pages again"),
-    "memory": ("experiments.memory", "memory of long texts"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
-    "passes": ("experiments.verify", "what a pass over several positions costs"),
     "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
     "timeline": ("experiments.timeline", "what runs when in a token"),
 }

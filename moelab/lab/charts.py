@@ -158,7 +158,8 @@ def lines(
     if xs.dtype.kind in "iuf":
         xs = np.log10(xs) if log_x else xs
         room = 0.05 * (xs.max() - xs.min()) or 0.5
-        fig.update_xaxes(range=[xs.min() - room, xs.max() + room])
+        low = xs.min() - room if log_x or xs.min() <= 0 else max(xs.min() - room, 0)
+        fig.update_xaxes(range=[low, xs.max() + room])
     return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
 
 
@@ -237,8 +238,10 @@ def _grouped(samples, value, by, panel):
 def _figure(samples, grouped, title, x, y, note, **layout):
     """Make an empty figure with the note and the machines that the table's headers name."""
     headers = samples.attrs.get("headers", [samples.attrs])
-    settings = headers[0].get("settings") or {}
     headers = [h for h in headers if "machine" in h] or headers  # arithmetic has no machine
+    of_each = [h.get("settings") or {} for h in headers if h.get("machine") != ""]
+    of_each = of_each or [headers[0].get("settings") or {}]
+    settings = {k: v for k, v in of_each[0].items() if all(s.get(k) == v for s in of_each)}
     told = [settings.get("model", "")]
     if "tokens" in settings:
         told.append(f"{settings['tokens']} tokens a run")

@@ -8,7 +8,6 @@ import pytest
 from moelab import stats
 from moelab.lab import records
 from moelab.lab.decode import OracleDraft, decode, decode_drafted, open_any
-from moelab.lab.texts import heldout_starts
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 
@@ -50,11 +49,9 @@ def test_the_clock_starts_after_the_draft_is_ready(streamed):
     assert ran.decode_s < time.perf_counter() - begin - 0.4
 
 
-def test_what_drafts(streamed, tmp_path):
+def test_what_drafts(streamed):
     assert isinstance(open_any("oracle", streamed)([1], [2]), OracleDraft)
     assert open_any("lookup", streamed)([1], []) is not None
-    with pytest.raises(FileNotFoundError, match="expected files of text"):
-        heldout_starts(tmp_path, 1, 8, None)
 
 
 @pytest.mark.parametrize("drafts", ["1", "3", "7", "15"])

@@ -1,11 +1,13 @@
-"""Memory of a long run."""
+"""The recipe that counts memory over a long text."""
 
-from moelab import StreamConfig
-from moelab.lab.experiments import memory
+import memory
+
+from moelab.lab import records
 
 
-def test_memory_over_a_run(model_path):
-    made = memory.measure(model_path, StreamConfig(slots=8), tokens=8, every=4)
-    assert made.tokens.to_list() == [0, 4, 8] and (made["round"] == 0).all()
-    assert (made.active_nbytes <= made.peak_nbytes).all() and (made.rss_nbytes > 0).all()
+def test_memory_over_a_run(model_path, tmp_path):
+    memory.main(out := str(tmp_path / "made.json"), str(model_path), "8", "8", "2")
+    made = records.read(out, disturbed=True)
+    assert made.tokens.to_list() == [*range(9)] * 2 and (made.rss_nbytes > 0).all()
+    assert (made.active_nbytes <= made.peak_nbytes).all()
     assert made.swapped_nbytes.iloc[0] == 0 and made.attrs["settings"]["predicted_nbytes"] > 0

@@ -33,7 +33,6 @@ def test_how_experts_were_read_follows_from_the_rows():
     assert (copied.ms, copied.wait_ms) == (50, 10)
     assert (copied.slot_percent, copied.disk_percent, copied.page_percent) == (50, 25, 25)
     assert found.loc["again"].page_percent == 0, "the disk brought more than was needed"
-    assert page_cache.fastest(found.reset_index()).startswith("20.0 tok/s with 0 slots")
 
 
 def test_only_what_differs_is_measured():
@@ -54,7 +53,7 @@ def test_only_what_differs_is_measured():
 @pytest.mark.parametrize("mb", (478, 956, 1530))
 def test_the_replay_hits_what_the_engine_hit(mb):
     sizes, costs = page_cache.machine_and_model(records.read("cpu_costs_35b"))
-    samples = page_cache.recorded(mb)
+    samples = page_cache.told(records.read(f"cpu_slots_{mb}"))
     found = page_cache.replayed(samples, sizes, costs)
     assert set(found["reads"]) == {page_cache.COPIED, page_cache.DIRECT}
     assert (found.hit_rate - found.replayed_hit_rate).abs().max() < 0.05

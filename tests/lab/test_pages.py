@@ -1,5 +1,6 @@
 """The pages and the index that `make run` writes."""
 
+import base64
 import json
 import re
 import shutil
@@ -23,7 +24,7 @@ show(draw())
 explore(draw, k=slider("k", 2, 3, 2))
 display(ipywidgets.IntSlider())
 """
-DRAWING = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+DRAWING = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
 
 
 def notebook(*cells):
@@ -37,13 +38,16 @@ def notebook(*cells):
 def built(tmp_path_factory):
     """The folder of pages made of a small notebook whose last cell fails."""
     folder = tmp_path_factory.mktemp("pages")
-    (folder / "drawing.svg").write_text(DRAWING)
     source = notebook(
-        ("markdown", "# Why a < b?\n\n![boxes](drawing.svg)\n\nSee [01](01_next.ipynb)."),
+        (
+            "markdown",
+            "# Why a < b?\n\n![boxes](attachment:drawing.svg)\n\nSee [01](01_next.ipynb).",
+        ),
         ("code", FIGURE),
         ("markdown", "> **Takeaway.** By **1**,\n> always.\n\n**Limits.** None."),
         ("code", "1 / 0"),
     )
+    source.cells[0].attachments = {"drawing.svg": {"image/svg+xml": DRAWING}}
     nbformat.write(source, folder / "00_first.ipynb")
     (folder / "01_next.ipynb").touch()
     before = (folder / "00_first.ipynb").read_bytes()
@@ -135,10 +139,10 @@ def test_an_index_takes_no_html_of_titles_and_answers(built, tmp_path, capsys):
 def test_a_page_links_only_what_is_beside_it(path):
     cells = nbformat.read(path, as_version=4).cells
     sources = ("[a](../data/b.md)", *(c.source for c in cells if c.cell_type == "markdown"))
-    text = "".join(pages.for_page(source, path.parent) for source in sources)
+    text = "".join(pages.for_page(source) for source in sources)
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     beside = {other.with_suffix(".html").name for other in NOTEBOOKS}
-    assert all(link in beside or re.match("data:|https?:|#", link) for link in links)
+    assert all(link in beside or re.match("attachment:|https?:|#", link) for link in links)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -8,7 +8,6 @@ import moelab
 from moelab import StreamConfig
 from moelab.lab import quality
 from moelab.lab.texts import heldout_files
-from moelab.streaming.model import load_model
 
 TEXTS = ["def f(x):\n    return x + 1\n" * 9, "# ünïcödé ≠ ≥ 3\nprint('日本')\n" * 4, "", "x"]
 
@@ -50,17 +49,6 @@ def test_bits_are_those_of_the_definition(model):
         bits.append(-log_p[np.arange(n), row[1 : n + 1]].sum() / np.log(2))
     for batch in (1, 3, 5):
         np.testing.assert_allclose(quality.score(net, some, batch), bits, rtol=1e-4)
-
-
-def test_streamed_scores_are_the_resident_models(model_path):
-    """What is measured while streaming is the model, not the streaming."""
-    tok = moelab.load(model_path, StreamConfig(mode="resident"))[1]
-    some = quality.windows(tok, TEXTS, 32, count=3)
-    scores = []
-    for mode in ("resident", "fused"):
-        with load_model(model_path, StreamConfig(mode=mode, slots=8))[0] as net:
-            scores.append(quality.score(net, some))
-    np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5)
 
 
 def test_no_text(tmp_path):

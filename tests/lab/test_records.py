@@ -205,7 +205,8 @@ def test_a_part_makes_its_checkpoints_and_its_records(commands, capsys):
 
 
 @pytest.mark.parametrize(
-    "name, backend, said", [("cpu_a", "CUDA", "makes records cuda_"), ("x", "CPU", "expected some")]
+    "name, backend, said",
+    [("cpu_a", "CUDA", "makes records cuda_"), ("x", "CPU", "expected one, two or")],
 )
 def test_what_cannot_be_measured_here_is_refused(name, backend, said, commands, monkeypatch):
     monkeypatch.setattr(recipe, "card", lambda: {"backend": backend})

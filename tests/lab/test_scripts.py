@@ -18,7 +18,7 @@ def test_a_script_says_its_words(name, capsys):
 
 def test_words_arrive(capsys):
     assert parse(["call", "m:f", "[]"])[1] == ["m:f", "[]"]
-    for words in ([], ["nonsense"], ["memory"], ["memory", "o", "more"]):
+    for words in ([], ["nonsense"], ["passes"], ["timeline", "o", "more"]):
         with pytest.raises(SystemExit) as stop:
             main(words)
         assert stop.value.code == 2 and "usage: python -m moelab.lab" in capsys.readouterr().err

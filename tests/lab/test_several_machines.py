@@ -2,23 +2,20 @@
 
 import pytest
 
-from moelab import DATA, StreamConfig
+from moelab import DATA
 from moelab.lab import ranks as processes
 from moelab.lab.__main__ import main
-from moelab.lab.decode import decode
 from moelab.lab.experiments import ranks
-from moelab.streaming.model import load_model
 
 TINY_MOE = DATA / "models" / "tiny-moe"
 
 
 def test_ranks_of_this_machine():
     made = ranks.divided(TINY_MOE, (1, 2), (8,), (40e6,), tokens=3, warmup=2, prompt_tokens=9)
-    cell = made.set_index("variant")
     assert made.tokens.map(str).nunique() == made.digest.nunique() == 1
     assert set(made.experts[made.ranks == 1]) == {64} and set(made.experts[made.ranks == 2]) == {32}
     assert not made.most_nbytes[made["where"] == ranks.HELD].any()
-    slow = cell[cell.rate_bytes_per_s == 40e6]
+    slow = made[made.rate_bytes_per_s == 40e6]
     one, two = slow.most_nbytes
     assert 0 < two < one
     assert (slow.decode_s > slow.bytes_read / 40e6 * 0.95).all() and (slow.wait_s > 0).all()
@@ -33,19 +30,6 @@ def test_texts_that_differ_are_no_record(monkeypatch):
             ranks.divided(TINY_MOE)
 
 
-def test_a_slow_ssd():
-    """A token takes its bytes' time at least, and is the same."""
-    texts = []
-    for rate in (None, 10e6):
-        with load_model(TINY_MOE, StreamConfig(slots=8))[0] as model:
-            if rate:
-                ranks.slow(model, rate)
-            found = decode(model, [1, 2, 3], 6)
-            texts.append(found.tokens)
-    assert found.decode_s > found.counters.bytes_read / 10e6 * 0.95
-    assert texts[0] == texts[1]
-
-
 def test_a_rank_that_fails():
     with pytest.raises(OSError, match="rank 0 of 1: .*no-model"):
         processes.everywhere(1, ranks.decode_here, "no-model", 8, None, 1, 1, 1, None, False)
@@ -56,10 +40,8 @@ def test_the_environment_of_two_gpus(tmp_path):
     assert [first["MLX_RANK"], second["MLX_RANK"]] == ["0", "1"]
     assert [first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]] == ["0", "1"]
     assert first["NCCL_PORT"] == second["NCCL_PORT"] and first["MLX_WORLD_SIZE"] == "2"
-    assert processes.environments(1, tmp_path, "nccl") == [{"CUDA_VISIBLE_DEVICES": "0"}]
 
 
-@pytest.mark.parametrize("words", ["o m few", "o m 1 t more"])
-def test_wrong_words(words, capsys):
-    assert main(["ranks", *words.split()]) == 1
+def test_wrong_words(capsys):
+    assert main(["ranks", "o", "m", "few"]) == 1
     assert "expected OUT MODEL" in capsys.readouterr().err

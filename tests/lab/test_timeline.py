@@ -6,7 +6,7 @@ import pytest
 from moelab import StreamConfig
 from moelab.lab import records
 from moelab.lab.__main__ import main
-from moelab.lab.experiments import bench, exactness, timeline
+from moelab.lab.experiments import bench, timeline
 from moelab.streaming.reading.reader import Reader
 
 
@@ -35,8 +35,6 @@ def test_the_host_does_one_thing_after_another(model_path, cold):
     "words",
     [
         "timeline OUT MODEL resident,fused 8 warm",
-        "memory OUT MODEL 8 4 2",
-        "exactness OUT MODEL stacked 8",
     ],
 )
 def test_a_command_writes_what_read_reads(model_path, tmp_path, words):
@@ -51,16 +49,8 @@ def test_a_command_writes_what_read_reads(model_path, tmp_path, words):
     [
         "timeline OUT.json MODEL resident 8 lukewarm",
         "timeline OUT.json MODEL no-such-mode 8 warm",
-        "exactness OUT.json MODEL no-such-mode 8",
-        "memory OUT.json MODEL 8 many 1",
     ],
 )
 def test_a_wrong_command_is_refused(words, capsys):
     assert main(words.split()) == 1
     assert capsys.readouterr().err.startswith("moelab.lab: ")
-
-
-def test_agreement_is_exact_where_nothing_is_rounded_otherwise(model_path):
-    made = exactness.agreement(model_path, "stacked,fused", StreamConfig(slots=8), tokens=4)
-    assert made.variant.to_list() == ["stacked", "fused"] and (made.same_tokens == 1).all()
-    assert (made[["decode_error", "prefill_error"]] < 1e-4).all(axis=None)

@@ -277,7 +277,7 @@ def _as_resident(samples):
     """Whether every mode that was asked for all experts decoded the resident model's tokens.
 
     On a GPU other tokens are no error: half precision rounds differently there when a prompt's
-    experts are grouped differently, which ``exactness.agreement`` measures.
+    experts are grouped differently.
     """
     settings = samples.attrs["settings"]
     if samples.attrs["machine"]["device"] == "gpu" or settings["baseline"] is None:

@@ -14,13 +14,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from ...experts import expert_modules
 from ...hooks import hooked
 
-# D hidden, F expert hidden, K experts per token.
-SHAPES = {
-    "tiny-moe": {"D": 256, "F": 128, "K": 8},
-    "qwen3.5-35b-a3b": {"D": 2048, "F": 512, "K": 8},
-    "qwen3.5-122b-a10b": {"D": 3072, "F": 1024, "K": 8},
-    "qwen3.5-397b-a17b": {"D": 4096, "F": 1024, "K": 10},
-}
 # Operations that only change how memory is seen; they run no kernel.
 VIEWS = re.compile(
     "Broadcast|Reshape|Transpose|Slice|Squeeze|ExpandDims|Flatten|Unflatten|Split|AsStrided|View|"

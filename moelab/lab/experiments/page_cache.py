@@ -16,6 +16,7 @@ import numpy as np
 from ... import synthesize
 from ...replay import advice, by_token
 from ...replay.costs import Costs
+from ...replay.locality import recorded_trace
 from ...replay.sizes import ModelSizes
 from ...shipped import shipped
 from ...streaming.residency.table import policy_of
@@ -34,34 +35,21 @@ HOST = "copied from the host's memory"  # GPUs alone
 NO_SLOTS = "no slots"
 
 
-def trace_of(text: str = TEXT) -> Trace:
-    """Load a trace of ``data/traces``."""
-    return Trace.load(shipped("traces", f"{text}.npz"))
-
-
 @cache
 def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
     """The experts that the records' model routes its text to: ``[T, L, 8]``, all as decoded.
 
     ``synthesize`` wrote this routing into its routers, so no checkpoint is needed.
     """
-    config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), trace_of()
+    config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), recorded_trace(TEXT)
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
     vocab = vocab or tiny["text_config"]["vocab_size"]
-    same = {"vocab_size": vocab, "num_hidden_layers": layers}
-    config["text_config"] |= same
+    config["text_config"] |= {"vocab_size": vocab, "num_hidden_layers": layers}
     tensors, config = synthesize.plan(config)
     return by_token.Routers(config, tensors, trace, seed=0).routing.route(trace.tokens)
 
 
 # What was measured
-
-
-def recorded(*limits_mb: int) -> "DataFrame":
-    """The records of some limits as one table, with the columns of ``told``."""
-    return records.together(
-        {mb: told(records.read(f"cpu_slots_{mb}")) for mb in limits_mb}, "limit_mb"
-    )
 
 
 def told(samples: "DataFrame") -> "DataFrame":
@@ -85,13 +73,6 @@ def told(samples: "DataFrame") -> "DataFrame":
         out["disk_percent"] = np.minimum(100 * brought, 100 - out.slot_percent)
         out["page_percent"] = 100 - out.slot_percent - out.disk_percent
     return out.sort_values("slots", kind="stable")
-
-
-def fastest(samples: "DataFrame") -> str:
-    """Say in words which setting is the fastest."""
-    medians = records.group(samples, "tok_s", ["reads", "slots"])["median"].astype(float)
-    reads, slots = medians.idxmax()
-    return f"{medians.max():.1f} tok/s with {slots:.0f} slots, {reads}"
 
 
 # In replay

@@ -4,10 +4,8 @@ A page needs neither kernel nor network. All share one file, ``plotly.min.js``. 
 a page has its question and answer, for the index.
 """
 
-import base64
 import html
 import json
-import mimetypes
 import os
 import re
 import sys
@@ -47,7 +45,8 @@ TEMPLATE = (
     + style.DRAW
     + """</script></head><body>{{ resources.links }}<main>{% endblock %}
 {% block input_group %}<details class="code">
-<summary>Code, {{ cell.source.splitlines() | length }} lines</summary>
+{% set lines = cell.source.splitlines() | length %}
+<summary>Code, {{ lines }} line{{ "s" if lines > 1 }}</summary>
 {{ cell.source | highlight_code(metadata=cell.metadata) }}</details>{% endblock %}
 {% block footer %}</main>{{ resources.links }}</body></html>{% endblock %}
 """
@@ -82,20 +81,10 @@ def summary(notebook) -> Summary:
     return Summary(title[1].strip(), re.sub(r"\n>", "\n", takeaway[1]).strip())
 
 
-def for_page(source: str, folder: Path) -> str:
-    """Turn a Markdown cell's text into a page's, with the pictures of its folder inside.
-
-    A link to a notebook leads to its page; of other links into the repository only the words stay.
-    """
-
-    def embedded(match):
-        kind, _ = mimetypes.guess_type(match[2])
-        data = base64.b64encode((folder / match[2]).read_bytes()).decode()
-        return f"{match[1]}data:{kind};base64,{data}"
-
+def for_page(source: str) -> str:
+    """Lead a Markdown cell's links to notebooks to their pages; drop others into the repository."""
     text = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", source)
-    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
-    return re.sub(r'(!\[[^\]]*\]\(|<img[^>]* src=")(?!\w+:)([^)"\s]+)', embedded, text)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
 
 
 def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
@@ -178,7 +167,7 @@ def page(source: Path, target: Path, links: str) -> str | None:
     still(notebook, _drawn, source.stem)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = for_page(cell.source, source.parent)
+            cell.source = for_page(cell.source)
     exporter = HTMLExporter(
         extra_loaders=[jinja2.DictLoader({"page.html.j2": TEMPLATE})],
         template_file="page.html.j2",
@@ -198,9 +187,9 @@ def page(source: Path, target: Path, links: str) -> str | None:
 def _links(sources, i):
     """The way from one page to the one before, to the index and to the next."""
     before, after = (sources[k].stem if 0 <= k < len(sources) else "" for k in (i - 1, i + 1))
-    links = [f'<a href="{before}.html">&larr; {before}</a>' if before else ""]
+    links = [f'<a href="{before}.html">&larr; notebook {before[:2]}</a>' if before else ""]
     links += ['<a href="index.html">All notebooks</a>']
-    links += [f'<a href="{after}.html">{after} &rarr;</a>' if after else ""]
+    links += [f'<a href="{after}.html">Notebook {after[:2]} &rarr;</a>' if after else ""]
     return f"<nav>{' '.join(links)}</nav>"
 
 

@@ -26,7 +26,7 @@ GREY = "#595959"
 
 # Pixels; the characters of an axis title on a phone.
 PLOT_HEIGHT = 300
-TOP, FOOTER = 30, 54  # above the plot; below it: ticks and axis title
+TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 340  # room for a legend on a page and on a phone
 NARROW_CHARACTERS = 34
@@ -39,9 +39,9 @@ function draw(el, figure) {
   const redraw = () => {
     if (!width) return;
     const {data, layout} = figure();
-    const config = {displaylogo: false, displayModeBar: 'hover'};
+    const narrow = width < 600, config = {displaylogo: false, displayModeBar: !narrow};
     Plotly.react(plot, data, {...layout, width}, config);
-    if (width < 600) Plotly.relayout(plot, layout.meta.narrow);
+    if (narrow) Plotly.relayout(plot, layout.meta.narrow);
   };
   new ResizeObserver(() => {
     if (el.clientWidth !== width) { width = el.clientWidth; redraw(); }
@@ -54,6 +54,7 @@ _AXIS = {
     "gridcolor": "#E6E6E6",
     "linecolor": GREY,
     "showline": True,
+    "zeroline": False,
     "ticks": "outside",
     "automargin": True,
     "title": {"font": {"size": 14}, "standoff": 8},

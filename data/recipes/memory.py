@@ -1,0 +1,63 @@
+"""Does a model's memory stay what ``footprint`` predicts while it writes a long text?
+
+    python data/recipes/memory.py OUT.json MODEL SLOTS TOKENS RUNS
+
+Claim A10 rests on the records. Each run has a process of its own.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import mlx.core as mx
+import psutil
+from mlx_lm.models.cache import make_prompt_cache
+
+from moelab import StreamConfig, footprint, load
+from moelab.lab import records
+from moelab.lab.models import folder
+from moelab.lab.texts import PROMPTS
+
+COUNTS = 16  # counts of a run after the first one
+
+
+def counts(path, slots, tokens):
+    """The rows of one run, in this process: memory every few tokens of a long greedy text."""
+    model, tokenizer = load(path, StreamConfig(slots=slots))
+    rows, swapped = [], psutil.swap_memory().sout
+    with model:
+        cache, y = make_prompt_cache(model), mx.array(tokenizer.encode(PROMPTS[0]))
+        for i in range(tokens + 1):
+            y = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
+            mx.eval(y)
+            if i % max(1, tokens // COUNTS) == 0:
+                row = {
+                    "tokens": i,
+                    "active_nbytes": mx.get_active_memory(),
+                    "peak_nbytes": mx.get_peak_memory(),
+                    "rss_nbytes": psutil.Process().memory_info().rss,
+                    "swapped_nbytes": psutil.swap_memory().sout - swapped,
+                }
+                rows.append(row)
+                mx.reset_peak_memory()
+    return rows
+
+
+def main(out, path, slots, tokens, runs="1"):
+    if out == "here":
+        return print(json.dumps(counts(path, int(slots), int(tokens))))
+    path, config, rows = folder(path), StreamConfig(slots=int(slots)), []
+    settings = {"model": path.name, "tokens": int(tokens), "config": asdict(config)}
+    settings |= {"predicted_nbytes": footprint(path, config).total_nbytes}
+    running = records.Running("memory", settings)
+    for i in range(int(runs)):
+        words = [sys.executable, __file__, "here", str(path), slots, tokens]
+        done = subprocess.run(words, stdout=subprocess.PIPE, check=True)
+        rows += [{"variant": config.mode, "round": i} | row for row in json.loads(done.stdout)]
+    made = running.table(rows)
+    records.print_and_save(made.groupby("tokens").median(numeric_only=True).to_string(), made, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

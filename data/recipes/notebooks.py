@@ -1,0 +1,106 @@
+"""``make notebooks``: run the notebooks anew and keep what they show, for GitHub.
+
+    python data/recipes/notebooks.py                    # every notebook
+    python data/recipes/notebooks.py 03_page_cache      # this one
+
+A figure becomes a picture, a widget its first figure with a line that says how to move its sliders,
+a drawing of docs/drawings an attachment, which a copy of the notebook keeps.
+A notebook is written only if something in it changed, and stays as it was if a cell fails. With
+MOELAB_FAST=1 the sizes are small, and what was made goes to build/notebooks. Needs kaleido, Pillow
+and Chromium.
+"""
+
+import base64
+import io
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import kaleido
+import nbformat
+import plotly.graph_objects as go
+from PIL import Image
+
+from moelab.lab.plots import pages
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH, SCALE = 800, 1.5  # CSS pixels; pixels of the file to each
+PALETTE = 256  # colours of a file, which is then a third as large
+# A path of the machine that ran the notebook. None is committed, tests/test_docs.py says.
+MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\)")
+# plotly warns that options are ignored, since this script started kaleido's server, not plotly.
+warnings.filterwarnings("ignore", "The kopts argument")
+
+
+def picture(figure):
+    """Draws a figure of plotly's JSON: an output with the picture and its alternative text."""
+    alt = figure["layout"]["meta"]["alt"]
+    made = go.Figure({"data": figure["data"], "layout": figure["layout"]})
+    drawn = Image.open(io.BytesIO(made.to_image("png", width=WIDTH, scale=SCALE)))
+    file = io.BytesIO()
+    drawn.convert("RGB").quantize(PALETTE).save(file, "png", optimize=True)
+    data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": alt}
+    return nbformat.v4.new_output(
+        "display_data", data, metadata={"image/png": {"alt": alt, "width": WIDTH}}
+    )
+
+
+def embed(cell):
+    """Puts the drawings of a Markdown cell into it."""
+    cell.source = re.sub(r"\(\.\./docs/drawings/(\w+\.svg)\)", r"(attachment:\1)", cell.source)
+    for name in re.findall(r"\(attachment:(\w+\.svg)\)", cell.source):
+        drawn = base64.b64encode((ROOT / "docs/drawings" / name).read_bytes()).decode()
+        cell.setdefault("attachments", {})[name] = {"image/svg+xml": drawn}
+
+
+def executed(source):
+    """Runs a notebook; its text with what GitHub can show, or an error and no text."""
+    notebook, failed = pages.run(source)
+    if failed:
+        return "", failed
+    pages.still(notebook, picture, source.stem)
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata.language_info = {"name": "python"}
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            embed(cell)
+        for counted in (cell, *cell.get("outputs", [])):
+            if "execution_count" in counted:
+                counted.execution_count = None
+    text = nbformat.writes(notebook).replace(f"{ROOT}/", "") + "\n"
+    if found := MACHINE.search(text):
+        told = text[max(0, found.start() - 60) : found.end() + 60]
+        return "", f"expected no path of this machine, got {told!r}: print a shorter one"
+    return text, ""
+
+
+def main(*names):
+    """Runs the notebooks called ``names``, or every one; returns how many failed."""
+    sources, failures = sorted((ROOT / "notebooks").glob("*.ipynb")), 0
+    if unknown := {*names} - {source.stem for source in sources}:
+        sys.exit(f"expected names of {', '.join(s.stem for s in sources)}, got {unknown}")
+    out = ROOT / ("build/notebooks" if os.environ.get("MOELAB_FAST") else "notebooks")
+    out.mkdir(parents=True, exist_ok=True)
+    kaleido.start_sync_server(silence_warnings=True)
+    try:
+        for source in sources:
+            if names and source.stem not in names:
+                continue
+            text, failed = executed(source)
+            target = out / source.name
+            changed = not failed and not (target.exists() and target.read_text() == text)
+            if changed:
+                new = target.with_suffix(".new")
+                new.write_text(text)
+                new.replace(target)
+            failures += bool(failed)
+            print(source.stem, failed or ("written" if changed else "as it was"), len(text))
+    finally:
+        kaleido.stop_sync_server(silence_warnings=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(*sys.argv[1:])))

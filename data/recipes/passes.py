@@ -1,0 +1,88 @@
+"""What a pass over several positions costs, resident and streamed; notebook 07 does it on tiny-moe.
+
+    python data/recipes/passes.py OUT.json MODEL SLOTS...
+
+On CUDA with moelab's kernel of the recurrence and with mlx-lm's loop over tokens.
+"""
+
+import sys
+import time
+from functools import partial
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from moelab import StreamConfig, close, load, stats
+from moelab.lab import records
+from moelab.lab.models import folder
+from moelab.lab.texts import heldout_ids
+from moelab.speculation import gated_delta_cuda
+from moelab.speculation.rollback import Rollback
+
+POSITIONS = (1, 2, 4, 8, 16, 17)  # 17: one token and 16 drafts
+ROUNDS, TEXT_TOKENS = 20, 512
+
+
+def reader(model, ids, at):
+    """A function that times a pass over the text's next m tokens and takes back all but one."""
+    kv = make_prompt_cache(model)
+    mx.eval(model(mx.array([ids[:at]]), cache=kv), [c.state for c in kv])
+    rollback = Rollback(model, kv)
+
+    def verify(positions, _):
+        nonlocal at
+        stats(model, reset=True)
+        begin = time.perf_counter()
+        mx.eval(mx.argmax(rollback(mx.array([ids[at : at + positions]])), axis=-1))
+        pass_s = time.perf_counter() - begin
+        rollback.undo(positions - 1)
+        rollback.commit()
+        at += 1
+        both = stats(model)  # a pass over many positions counts as a prompt's
+        row = {
+            name: getattr(both.decode, name) + getattr(both.prefill, name)
+            for name in ("hits", "misses", "bytes_read", "wait_s")
+        }
+        experts = row["hits"] + row["misses"]
+        return {"positions": positions, "pass_s": pass_s, "experts": experts, **row}
+
+    return verify
+
+
+def passes(models, ids):
+    """Time passes of each model at successive places of a text; the first round is not kept."""
+    at = len(ids) - (ROUNDS + 1) * len(POSITIONS) - max(POSITIONS)
+    if at < 1:
+        raise ValueError(f"passes: expected a text of {len(ids) + 1 - at} tokens, got {len(ids)}")
+    read = {name: reader(model, ids, at) for name, model in models.items()}
+
+    def run(name, positions, i):
+        return {"model": name, **read[name](positions, i)}
+
+    ways = {f"{n}, {m} positions": partial(run, n, m) for n in models for m in POSITIONS}
+    return records.interleave("passes", ways, ROUNDS, {"context_tokens": at})
+
+
+def main(out, model, *slots):
+    configs = {"resident": StreamConfig(mode="resident")}
+    configs |= {f"{n} slots": StreamConfig(slots=int(n)) for n in slots}
+    models = {name: load(model, config)[0] for name, config in configs.items()}
+    ids, fits, made = heldout_ids(folder(model), [TEXT_TOKENS], 1)[0], gated_delta_cuda.fits, {}
+    on_cuda = {", kernel": fits, ", loop": lambda **_: False}
+    try:
+        for recurrence, use in on_cuda.items() if mx.cuda.is_available() else [("", fits)]:
+            gated_delta_cuda.fits = use
+            made[recurrence] = passes({n + recurrence: one for n, one in models.items()}, ids)
+    finally:
+        gated_delta_cuda.fits = fits
+        for loaded in models.values():
+            close(loaded)
+    samples = records.together(made).drop(columns="source")
+    samples.attrs = samples.attrs.pop("headers")[0]
+    samples.attrs["settings"] |= {"model": folder(model).name, "cache_state": "warm"}
+    found = records.group(samples, "pass_s", ["model", "positions"])
+    records.print_and_save((found * 1e3).round(2).to_string(), samples, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
