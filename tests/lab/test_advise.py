@@ -3,15 +3,14 @@
 import pytest
 
 import moelab
-import moelab.lab
 from moelab.lab.experiments import advise as lab_advise
+from moelab.lab.experiments.advise import advise
 from moelab.repack import repack
 from moelab.replay import advice, locality
 from moelab.replay.advice import Lookahead
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
 
-advise = moelab.lab.advise
 TINY = moelab.DATA / "models" / "tiny-moe"
 FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
 
