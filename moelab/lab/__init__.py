@@ -27,10 +27,3 @@ def preset(**sizes) -> SimpleNamespace:
         *(f"{k}={v!r}" for k, v in chosen.items()),
     )
     return SimpleNamespace(**chosen)
-
-
-def advise(model, memory=None, **options):
-    """Call ``lab.experiments.advise.advise``, which is imported only then."""
-    from .experiments.advise import advise
-
-    return advise(model, memory, **options)

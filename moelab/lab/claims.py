@@ -12,6 +12,7 @@ that stays short of it refutes, too. Decided regimes that agree decide the claim
 beside them; where they differ, it depends. A claim that no regime decides is open.
 """
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,10 +111,19 @@ def read(path: str | Path | None = None) -> list[dict[str, Any]]:
 
 def judge(claim: dict[str, Any]) -> Judged:
     """Judge a claim by figures that are computed from the records."""
-    return Judged(claim, [_figure(claim, *item) for item in claim.get("figures", {}).items()])
+    return _judged([claim])[0]
 
 
-def _figure(claim, regime, figure):
+def _judged(claims):
+    """Judge some claims; each record is read once."""
+    names = records.NAMES | {"read": functools.cache(_read)}
+    return [
+        Judged(c, [_figure(c, names, *item) for item in c.get("figures", {}).items()])
+        for c in claims
+    ]
+
+
+def _figure(claim, names, regime, figure):
     where = f"claim {claim['id']}, {regime}"
     gates = [(sign, figure[sign]) for sign in ("least", "most") if sign in figure]
     if len(gates) != 1:
@@ -122,7 +132,7 @@ def _figure(claim, regime, figure):
     claimed = f"{figure['claimed']:g} claimed, " if "claimed" in figure else ""
     told = f"at {sign} {gate:g}", claimed
     try:
-        found = eval(figure["is"], records.NAMES | {"read": _read})
+        found = eval(figure["is"], names)
         counted = np.ndim(found) == 0
         samples = [float(found)] if counted else [float(v) for v in found]
         if not np.isfinite(samples).all():
@@ -154,7 +164,7 @@ def scorecard(*ids: str) -> "DataFrame":
     rows = [
         {"id": j.claim["id"], "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
         | {key: j.claim[key] for key in ("source", "notebook")}
-        for j in map(judge, _named(ids))
+        for j in _judged(_named(ids))
     ]
     return records.pandas().DataFrame(rows).set_index("id")
 
@@ -162,10 +172,10 @@ def scorecard(*ids: str) -> "DataFrame":
 def regimes(*ids: str) -> "DataFrame":
     """A table of what was measured of some claims, a row for each regime."""
     rows = [
-        {"id": claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
+        {"id": j.claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
         | {"says": f.says}
-        for claim in _named(ids)
-        for f in judge(claim).figures
+        for j in _judged(_named(ids))
+        for f in j.figures
     ]
     return records.pandas().DataFrame(rows).set_index("id")
 
