@@ -5,9 +5,8 @@
 Needs mlx-lm and moelab.
 """
 
-import argparse
-import json
 import lzma
+import sys
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -73,34 +72,23 @@ def evaluate(model, tokenizer, texts, batch: int = 8) -> tuple[float, np.ndarray
     return float(bits / rows.nbytes.sum()), shares
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--files", type=int, help="only the first so many held-out files")
-    parser.add_argument("--json", type=Path, help="write the numbers here too")
-    args = parser.parse_args()
-
-    model, tokenizer = mlx_lm.load(str(args.model))
+def main(model_path):
+    path = Path(model_path)
+    model, tokenizer = mlx_lm.load(str(path))
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)  # half precision is emulated there
-    texts = list(heldout_files(args.model / "heldout").values())[: args.files]
+    texts = list(heldout_files(path / "heldout").values())
     bpb, shares = evaluate(model, tokenizer, texts)
     whole = "".join(texts).encode()
     packed = lzma.compress(whole, preset=9 | lzma.PRESET_EXTREME)
     xz = 8 * len(packed) / len(whole)  # bits per byte in one stream: a baseline without training
-    most, least = shares.max(1).tolist(), shares.min(1).tolist()
     even = shares.sum(1).mean() / shares.shape[1]
     print(f"{len(texts)} files, {sum(len(t.encode()) for t in texts)} bytes")
     print(f"bits per byte: {bpb:.4f}   xz -9e: {xz:.4f}")
     print(f"share of tokens that use an expert (even: {even:.4f})")
-    for layer, (a, b) in enumerate(zip(most, least)):
+    for layer, (a, b) in enumerate(zip(shares.max(1), shares.min(1))):
         print(f"  layer {layer}: most used {a:.4f}   least used {b:.4f}")
-    if args.json:
-        numbers = {"bpb": bpb, "xz_bpb": xz, "most": most, "least": least}
-        args.json.write_text(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -73,7 +73,7 @@ def rows():
     """The table of published speeds, with the columns ``group``, ``side`` and ``why_not`` added."""
     table = pd.read_csv(shipped("published.csv"), dtype=str, keep_default_na=False)
     numbers = ["ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "context"]
-    for name in (*numbers, "prompt_tokens", "first_token_s"):
+    for name in numbers:
         table[name] = pd.to_numeric(table[name])
     table["group"] = table.source.map(group)
     table["side"] = table.group.map(side)
@@ -200,24 +200,6 @@ def predict(row):
         other_nbytes=other,
         skip=TOKENS // 2,
     )
-
-
-def first_tokens():
-    """Rows that say how long a prompt took, with the planned seconds, ``least_s`` and ``most_s``.
-
-    ``factor`` is how far outside of that range a row lies, 1 inside. Drafts and long contexts do
-    not matter here.
-    """
-    table = rows()
-    known = table[["first_token_s", "prompt_tokens", "ram_gb", "ssd_gb_s"]].notna().all(axis=1)
-    table = table[known & table.model.isin(MODELS) & ~table.machine.str.contains("RTX")].copy()
-    ends = [
-        machine_of(row).prompt_s(sizes := sizes_of(row), int(row.prompt_tokens), _held(row, sizes))
-        for _, row in table.iterrows()
-    ]
-    table["least_s"], table["most_s"] = zip(*ends)
-    early, late = table.least_s / table.first_token_s, table.first_token_s / table.most_s
-    return table.assign(factor=np.maximum(1, np.maximum(early, late)))
 
 
 @functools.lru_cache

@@ -158,7 +158,8 @@ def lines(
     if xs.dtype.kind in "iuf":
         xs = np.log10(xs) if log_x else xs
         room = 0.05 * (xs.max() - xs.min()) or 0.5
-        fig.update_xaxes(range=[xs.min() - room, xs.max() + room])
+        low = xs.min() - room if log_x or xs.min() <= 0 else max(xs.min() - room, 0)
+        fig.update_xaxes(range=[low, xs.max() + room])
     return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
 
 

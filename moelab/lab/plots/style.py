@@ -54,6 +54,7 @@ _AXIS = {
     "gridcolor": "#E6E6E6",
     "linecolor": GREY,
     "showline": True,
+    "zeroline": False,
     "ticks": "outside",
     "automargin": True,
     "title": {"font": {"size": 14}, "standoff": 8},
