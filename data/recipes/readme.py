@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from moelab.lab.records import m, paired, read, values
+from moelab.lab.records import m, paired, q, read, values
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- numbers: make numbers -->\n", "<!-- end -->\n"
@@ -54,7 +54,7 @@ def numbers():
         times(host, "resident", f"fused/{way}slots=64", ".2f") for way in ("", "source=host/")
     )
     block, here, looked_up = (
-        times(name, plain, f"{plain}, 7 drafts")
+        q(paired(read(name), plain, f"{plain}, 7 drafts"))
         for name in ("cuda_drafts_dflash", "cpu_drafts_dflash", "cpu_drafts_lookup")
     )
     ours, theirs = "moelab/source=host/slots=64, no limit", "llama.cpp/experts=cpu, no limit"
@@ -64,15 +64,19 @@ def numbers():
 
 {against(all_layers | {"24 GiB, no limit": (full, "no limit")})}
 
-In 4 GB moelab decodes {least} times as fast as llama.cpp. Without a limit it decodes {free} times
-as fast as llama.cpp. These are medians of {runs} runs over 8 early tokens on two cores of a Xeon,
-the file not in memory before (*cold*), the weights random, the routing a trained model's.
-*Killed*: out of memory. After 96 tokens moelab decodes {later[0]}, {later[1]} and {later[2]} tok/s
-in 4, 8 and 15 GB.
+In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit {free} times. These are medians of {runs} runs over 8 early tokens on two cores of a Xeon,
+the file not in memory before (*cold*), the weights random, each token's experts those that the
+trained `tiny-moe` chose. *Killed*: out of memory. moelab's slots are still filling: after 96 tokens
+it decodes {later[0]}, {later[1]} and {later[2]} tok/s in 4, 8 and 15 GB.
 
 Four such layers, 1.9 GB, after 32 tokens:
 
 {against(four_layers)}
+
+**Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
+measure. If it fits in the memory of a GPU's host: llama.cpp, which with
+experts on the CPU decodes {on_host} times as fast as moelab with its slots filled from there (H100,
+16 cores; [09](notebooks/09_against_others.ipynb)).
 
 What decides it, for these four layers:
 
@@ -81,18 +85,14 @@ What decides it, for these four layers:
   ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm ([02](notebooks/02_expert_streaming.ipynb)).
-- **A GPU's reads.** With a quarter of the experts in slots and the file in the page cache, an H100
-  decodes {slots} times as fast as resident. With the others in the host's memory it is {copied}
-  times ([02](notebooks/02_expert_streaming.ipynb)).
+- **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes {slots} times as fast as
+  resident if the others come from the file in the page cache, {copied} times if moelab keeps them
+  in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
 - **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
-  guesses {block} times as fast as without on an H100. On two CPU cores it is {here} times. With 7
-  guesses looked up in the text it is {looked_up} times there
+  guesses {block} times as fast as without on an H100, where most texts then
+  differ in rounding. On two CPU cores it is {here}, and
+  {looked_up} with 7 guesses looked up in the text: median [quartiles]
   ([07](notebooks/07_speculative_streaming.ipynb)).
-
-**Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
-measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts on the CPU decodes
-{on_host} times as fast as moelab with them there (H100, 16 cores;
-[09](notebooks/09_against_others.ipynb)).
 """
 
 
