@@ -50,6 +50,7 @@ def numbers():
     past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache", ".2f")
     more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}", ".2f")
     kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident")
+    cpu = read("cpu_ladder_35b").attrs["machine"]["cpu"]
     slots, copied = (
         times(host, "resident", f"fused/{way}slots=64", ".2f") for way in ("", "source=host/")
     )
@@ -84,7 +85,7 @@ What decides it, for these four layers:
   {past} times as fast as filled through it. Through it, 54 slots decode {more} times as fast as 8
   ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
-  {kernels} times as fast as mlx-lm ([02](notebooks/02_expert_streaming.ipynb)).
+  {kernels} times as fast as mlx-lm on an {cpu} ([02](notebooks/02_expert_streaming.ipynb)).
 - **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes {slots} times as fast as
   resident if the others come from the file in the page cache, {copied} times if moelab keeps them
   in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
