@@ -4,7 +4,7 @@
     python data/recipes/notebooks.py 03_page_cache      # this one
 
 A figure becomes a picture, a widget its first figure with a line that says how to move its sliders,
-a drawing of docs/drawings an attachment, which a copy of the notebook keeps.
+a drawing of docs/drawings an attached picture, which a copy of the notebook keeps.
 A notebook is written only if something in it changed, and stays as it was if a cell fails. With
 MOELAB_FAST=1 the sizes are small, and what was made goes to build/notebooks. Needs kaleido, Pillow
 and Chromium.
@@ -34,25 +34,38 @@ MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|
 warnings.filterwarnings("ignore", "The kopts argument")
 
 
-def picture(figure):
-    """Draws a figure of plotly's JSON: an output with the picture and its alternative text."""
-    alt = figure["layout"]["meta"]["alt"]
-    made = go.Figure({"data": figure["data"], "layout": figure["layout"]})
-    drawn = Image.open(io.BytesIO(made.to_image("png", width=WIDTH, scale=SCALE)))
-    file = io.BytesIO()
+def png(figure, width, height=None):
+    """A figure of plotly as a small PNG file, in base64."""
+    made = go.Figure(figure).to_image("png", width=width, height=height, scale=SCALE)
+    drawn, file = Image.open(io.BytesIO(made)), io.BytesIO()
     drawn.convert("RGB").quantize(PALETTE).save(file, "png", optimize=True)
-    data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": alt}
-    return nbformat.v4.new_output(
-        "display_data", data, metadata={"image/png": {"alt": alt, "width": WIDTH}}
-    )
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def picture(figure):
+    """An output with the picture of a figure and its alternative text."""
+    alt = figure["layout"]["meta"]["alt"]
+    data = {"image/png": png({k: figure[k] for k in ("data", "layout")}, WIDTH), "text/plain": alt}
+    told = {"image/png": {"alt": alt, "width": WIDTH}}
+    return nbformat.v4.new_output("display_data", data, metadata=told)
+
+
+def drawing(name):
+    """A drawing of docs/drawings as a picture: JupyterLab shows no SVG that is attached."""
+    file = ROOT / "docs/drawings" / f"{name}.svg"
+    _, _, width, height = map(float, re.search('viewBox="([^"]*)"', file.read_text())[1].split())
+    source = f"data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    place = dict(x=0, y=1, sizex=1, sizey=1, xref="paper", yref="paper", sizing="stretch")
+    bare = {"images": [{"source": source, **place}], "margin": dict.fromkeys("lrtb", 0)}
+    bare |= {"xaxis": {"visible": False}, "yaxis": {"visible": False}}
+    return png({"layout": bare}, width, height)
 
 
 def embed(cell):
-    """Puts the drawings of a Markdown cell into it."""
-    cell.source = re.sub(r"\(\.\./docs/drawings/(\w+\.svg)\)", r"(attachment:\1)", cell.source)
-    for name in re.findall(r"\(attachment:(\w+\.svg)\)", cell.source):
-        drawn = base64.b64encode((ROOT / "docs/drawings" / name).read_bytes()).decode()
-        cell.setdefault("attachments", {})[name] = {"image/svg+xml": drawn}
+    """Attaches the drawings of a Markdown cell to it."""
+    cell.source = re.sub(r"\(\.\./docs/drawings/(\w+)\.svg\)", r"(attachment:\1.png)", cell.source)
+    for name in re.findall(r"\(attachment:(\w+)\.png\)", cell.source):
+        cell.setdefault("attachments", {})[f"{name}.png"] = {"image/png": drawing(name)}
 
 
 def executed(source):

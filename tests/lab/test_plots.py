@@ -95,9 +95,11 @@ def test_every_figure_says_where_it_was_measured():
     fig = drawn()
     card = machine.card()
     where = fig.layout.meta["note"]
-    assert card["date"] in where and where.startswith("here: ")
-    assert card["os"].split()[0] in style.words(fig.layout.meta)
-    recorded = style.figure("t", "x", "y", cards=[{**card, "cpu": "Z80"}] * 2).layout.meta["note"]
+    assert card["backend"] in where and where.startswith("here: ")
+    assert card["date"] in style.words(fig.layout.meta)
+    recorded = style.figure(
+        "t", "x", "y", cards=[{**card, "cpu": "Z80", "date": d} for d in "ab"]
+    ).layout.meta["note"]
     assert recorded.startswith("recorded: Z80") and "here" not in recorded and ";" not in recorded
     assert len(fig.to_json()) < 8_000  # no default template inside
     looks = [(s["line"]["dash"], s["marker"]["symbol"]) for s in map(style.look, range(6))]

@@ -41,13 +41,7 @@ PAGE = (
     "the one of an earlier run, some with an H100 GPU. On a phone, tables and code scroll "
     "sideways.</p>{}{}</html>"
 )
-ON_THE_WEB = (
-    '<p><a href="https://mybinder.org/v2/gh/{0}/HEAD?labpath=notebooks%2F00_start_here.ipynb">Open '
-    "in Binder</a> gives you the notebooks with their sliders, in at most 2 GB of memory and on "
-    "shared cores: speeds mean little there. Which notebooks fit, and what to type in Colab: "
-    '<a href="https://github.com/{0}/blob/HEAD/docs/guide.md#on-the-web">the guide</a>. The '
-    'source: <a href="https://github.com/{0}">{0}</a>.</p>'
-)
+SOURCE = '<p>The notebooks with their sliders: <a href="https://github.com/{0}">{0}</a>.</p>'
 LIKE = {"title": str, "answer": str, "machine": str, "fast": bool, "failed": bool}
 markdown2html = mistune.create_markdown(escape=True)  # raw HTML is shown, not followed
 SMALL = "<p><b>Small sizes (MOELAB_FAST=1): a check that it runs, no measurement.</b></p>"
@@ -71,7 +65,7 @@ def index(folder: Path, repository: str = "") -> str:
             link = Path(os.path.relpath(other, folder), "index.html").as_posix()
             links.append(f'<p><a href="{quote(link)}">{line}</a>.</p>')
     if repository:
-        links.append(ON_THE_WEB.format(html.escape(repository)))
+        links.append(SOURCE.format(html.escape(repository)))
     entries = [
         f'<h2><a href="{quote(name)}">{html.escape(page["title"])}</a></h2>'
         f"{FAILED * page['failed']}{SMALL * page['fast']}{markdown2html(page['answer'])}"

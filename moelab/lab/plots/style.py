@@ -24,12 +24,12 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# Pixels; the characters of an axis title on a phone.
+# Pixels; the characters of an axis title on a phone, and of a line in a legend.
 PLOT_HEIGHT = 300
 TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 260  # room for a legend on a page and on a phone
-NARROW_CHARACTERS = 28
+NARROW_CHARACTERS, LEGEND_CHARACTERS = 28, 38
 
 # How a browser draws a figure as wide as its place: for a live one, and for those of a page.
 DRAW = """
@@ -140,7 +140,11 @@ def figure(
     above the figure as text; the legend comes on top of ``height``.
     """
     cards = list({str(card): card for card in cards}.values())
-    short = (f"{'recorded' if card else 'here'}: {_short(card or this_card())}" for card in cards)
+    short = []  # the lines with versions and date stand in the figure's words
+    for card in cards:
+        of = card or this_card()
+        source = "recorded" if card else "here"
+        short.append(f"{source}: {of['gpu'] or of['cpu']}, {of['backend']} backend")
     fig = go.Figure(layout={"template": "moelab", **layout})
     return fig.update_layout(
         xaxis_title=x,
@@ -153,10 +157,6 @@ def figure(
         margin={"t": TOP, "b": FOOTER},
         height=TOP + height + FOOTER,
     )
-
-
-def _short(card):
-    return f"{card['gpu'] or card['cpu']}, {card['backend']} backend, {card['date']}"
 
 
 def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
@@ -197,6 +197,8 @@ def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
 
     ``meta.narrow`` has what changes in the layout where the figure is narrow, by its path.
     """
+    for trace in fig.data:
+        trace.name = trace.name and "<br>".join(wrap(trace.name, LEGEND_CHARACTERS))
     meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b
     narrow = {"margin.l": min(fig.layout.margin.l or 50, 50), **meta.get("narrow", {})}
     narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}  # below the labels too
@@ -218,10 +220,11 @@ def _legend_lines(fig, width):
         return 0
     if len(fig.data) == 1 and not (fig.layout.showlegend or fig.data[0].showlegend):
         return 0  # plotly draws no legend for a single trace
-    widths = [LEGEND_KEY + CHARACTER * len(name) for name in names]
+    widths = [LEGEND_KEY + CHARACTER * max(map(len, name.split("<br>"))) for name in names]
+    breaks = sum(name.count("<br>") for name in names)
     if sum(widths) <= width:
-        return 1
-    return math.ceil(len(names) / max(width // max(widths), 1))
+        return 1 + (breaks > 0)
+    return math.ceil(len(names) / max(width // max(widths), 1)) + breaks
 
 
 def heading(meta: dict) -> str:
