@@ -76,7 +76,8 @@ def bars(
     if log:
         drawn = np.log10(np.concatenate([bar.x for bar in fig.select_traces({"type": "bar"})]))
         fig.update_xaxes(type="log", dtick=1, range=[drawn.min() - 0.3, drawn.max() + 0.5])
-    return style.describe(fig, f"Bars of {axis}. " + " ".join(words), finding)
+    of = f" of {axis}" if axis else ""
+    return style.describe(fig, f"Bars{of}. " + " ".join(words), finding)
 
 
 def parts(
