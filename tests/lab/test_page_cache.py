@@ -26,7 +26,7 @@ def test_how_experts_were_read_follows_from_the_rows():
         row("killed", direct=True, slots=99, killed=True),
     ]
     found = page_cache.told(records.table({"rows": rows})).set_index("variant")
-    ways = page_cache.NO_SLOTS, *[page_cache.COPIED] * 2, *[page_cache.DIRECT] * 3
+    ways = page_cache.NO_SLOTS, *[page_cache.THROUGH] * 2, *[page_cache.PAST] * 3
     assert tuple(found["reads"]) == ways
     assert list(found.slots) == [0, 8, 8, 85, 85, 99]
     copied = found.loc["copied"]
@@ -55,9 +55,9 @@ def test_the_replay_hits_what_the_engine_hit(mb):
     sizes, costs = page_cache.machine_and_model(records.read("cpu_costs_35b"))
     samples = page_cache.told(records.read(f"cpu_slots_{mb}"))
     found = page_cache.replayed(samples, sizes, costs)
-    assert set(found["reads"]) == {page_cache.COPIED, page_cache.DIRECT}
+    assert set(found["reads"]) == {page_cache.THROUGH, page_cache.PAST}
     assert (found.hit_rate - found.replayed_hit_rate).abs().max() < 0.05
-    past = found[found["reads"] == page_cache.DIRECT]
+    past = found[found["reads"] == page_cache.PAST]
     assert (past.replayed_disk_MB / past.disk_MB - 1).abs().max() < 0.15
     experts = np.random.default_rng(0).random((len(page_cache.routing()), 4, 256)).argsort(-1)
     other = locality.decode_trace(experts[..., :8].astype(np.uint16), 256)  # repeats nothing

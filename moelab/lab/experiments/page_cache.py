@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model; its text
-# How experts outside slots are read. Those that are copied were read from the disk before, through
-# the page cache.
-COPIED, DIRECT = "copied from page cache", "past the page cache"
+# How experts outside slots are read.
+THROUGH, PAST = "through the page cache", "past the page cache"
 HOST = "copied from the host's memory"  # GPUs alone
 NO_SLOTS = "no slots"
 
@@ -61,7 +60,7 @@ def told(samples: "DataFrame") -> "DataFrame":
     """
     out = samples[samples["mode"] != "resident"].copy()
     without, host = out["mode"] == "buffers", out.variant.str.contains("source=host")
-    out["reads"] = np.select([without, host, out.direct.eq(True)], [NO_SLOTS, HOST, DIRECT], COPIED)
+    out["reads"] = np.select([without, host, out.direct.eq(True)], [NO_SLOTS, HOST, PAST], THROUGH)
     slots = out.slots.mask(without, 0).astype(float)
     out["slots"] = slots.groupby(out.variant).transform("median")  # a plan's vary
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
@@ -94,7 +93,7 @@ def replayed(
     memory. Without a limit of memory the whole file is in the page cache.
     """
     trace, rows = trace or routing(), []
-    kept = samples[~samples.killed & samples["reads"].isin((COPIED, DIRECT, HOST))]
+    kept = samples[~samples.killed & samples["reads"].isin((THROUGH, PAST, HOST))]
     limits = kept.limit_nbytes.fillna(float("inf"))
     for (limit_nbytes, name), part in kept.groupby([limits, "variant"], sort=False):
         one, tokens = part.iloc[0], int(part.decode_tokens.iloc[0])
@@ -103,7 +102,7 @@ def replayed(
         given = costs if limit_nbytes < float("inf") else costs.all_warm()
         given = costs.from_host() if source == "host" else given
         memory = max(limit_nbytes, sizes.other_nbytes + slots * sizes.slot_nbytes)
-        asked = [(slots, policy_of("auto", source), one.reads == DIRECT)]
+        asked = [(slots, policy_of("auto", source), one.reads == PAST)]
         text = trace[: skip + tokens]
         (r,) = advice.replay_settings(sizes, memory, text, given, asked, skip).values()
         disk_nbytes = part.disk_nbytes.median() if "disk_nbytes" in part else 0.0
