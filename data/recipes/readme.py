@@ -65,8 +65,9 @@ def numbers():
 
 {against(all_layers | {"24 GiB, no limit": (full, "no limit")})}
 
-In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit {free} times. These are medians of {runs} runs over 8 early tokens on two cores of a Xeon,
-the file not in memory before (*cold*), the weights random, each token's experts those that the
+In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit {free} times. These are
+medians of {runs} runs over 8 early tokens on two cores of a Xeon, the file not in memory before
+(*cold*), the weights random, each token's experts those that the
 trained `tiny-moe` chose. *Killed*: out of memory. moelab's slots are still filling: after 96 tokens
 it decodes {later[0]}, {later[1]} and {later[2]} tok/s in 4, 8 and 15 GB.
 
@@ -75,9 +76,9 @@ Four such layers, 1.9 GB, after 32 tokens:
 {against(four_layers)}
 
 **Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
-measure. If it fits in the memory of a GPU's host: llama.cpp, which with
-experts on the CPU decodes {on_host} times as fast as moelab with its slots filled from there (H100,
-16 cores; [09](notebooks/09_against_others.ipynb)).
+measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts on the CPU decodes
+{on_host} times as fast as moelab with its slots filled from there (H100, 16 cores;
+[09](notebooks/09_against_others.ipynb)).
 
 What decides it, for these four layers:
 
@@ -85,7 +86,8 @@ What decides it, for these four layers:
   {past} times as fast as filled through it. Through it, 54 slots decode {more} times as fast as 8
   ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
-  {kernels} times as fast as mlx-lm on an {cpu} ([02](notebooks/02_expert_streaming.ipynb)).
+  {kernels} times as fast as mlx-lm on an {cpu}
+  ([02](notebooks/02_expert_streaming.ipynb)).
 - **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes {slots} times as fast as
   resident if the others come from the file in the page cache, {copied} times if moelab keeps them
   in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
