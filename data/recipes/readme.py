@@ -88,9 +88,9 @@ What decides it, for these four layers:
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm on an {cpu}
   ([02](notebooks/02_expert_streaming.ipynb)).
-- **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes {slots} times as fast as
-  resident if the others come from the file in the page cache, {copied} times if moelab keeps them
-  in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
+- **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes {slots} times as fast
+  as resident if the others come from the file in the page cache, {copied} times if moelab keeps
+  them in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
 - **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
   guesses {block} times as fast as without on an H100, where most texts then
   differ in rounding. On two CPU cores it is {here}, and
