@@ -191,7 +191,7 @@ def predict(row):
     # Take a source's word for the experts it holds: the page cache has the rest, or nothing.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
-        _trace(sizes),
+        typical_trace(sizes, TOKENS),
         memory,
         slots,
         policy,
@@ -200,11 +200,6 @@ def predict(row):
         other_nbytes=other,
         skip=TOKENS // 2,
     )
-
-
-@functools.lru_cache
-def _trace(sizes):
-    return typical_trace(sizes, TOKENS)
 
 
 def predicted():

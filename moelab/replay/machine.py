@@ -6,6 +6,7 @@ and another one if some of its experts have to be read.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isnan, nan
 
 import numpy as np
@@ -162,8 +163,12 @@ class Machine:
 
 def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0, zipf: float = ZIPF) -> Trace:
     """A trace of a model's shape that hits slots as often as published models do."""
-    locality = Locality((zipf,), (0.0,), (1.0,))
-    return synthesize(locality, tokens, sizes.L, sizes.E, sizes.K, seed)
+    return _trace(sizes.L, sizes.E, sizes.K, tokens, seed, zipf)
+
+
+@lru_cache(maxsize=32)  # the same trace for every machine, so that its replays are found again
+def _trace(L, E, K, tokens, seed, zipf):
+    return synthesize(Locality((zipf,), (0.0,), (1.0,)), tokens, L, E, K, seed)
 
 
 def distinct(sizes: ModelSizes, tokens: int) -> float:
