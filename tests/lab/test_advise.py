@@ -1,47 +1,39 @@
 """``advise`` for a model on this machine: what it measures, and the decision on top of it."""
 
+from unittest.mock import Mock
+
 import pytest
 
 import moelab
 from moelab.lab.experiments import advise as lab_advise
 from moelab.lab.experiments.advise import advise
 from moelab.repack import repack
-from moelab.replay import advice, locality
+from moelab.replay import locality
 from moelab.replay.advice import Lookahead
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
 
 TINY = moelab.DATA / "models" / "tiny-moe"
-FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
+SIZE = ModelSizes.of(TINY)
+MEMORY = SIZE.other_nbytes + SIZE.K * SIZE.slot_nbytes + 4e6  # hardly any page cache
+TRACE = locality.synthesize(locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4), 120, 8, 64, 8)
+GIVEN = {"trace": TRACE, "costs": Costs(1e-2, 5e-5, 1e-9, 4e-9), "policies": ("lru",)}
+GOOD = Lookahead(0.7, 0.1, 1e-3)
 
 
 def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
     packed = repack(TINY, tmp_path / "packed", progress=False)
-    trace = locality.synthesize(FLAT, 120, 8, 64, 8)
-    costs = Costs(1e-2, 5e-5, 1e-9, 4e-9)
-    size = ModelSizes.of(TINY)
-    memory = size.other_nbytes + size.K * size.slot_nbytes + 4e6  # hardly any page cache
-    given = {"trace": trace, "costs": costs}
-    free = advise(packed, float("inf"), lookahead=Lookahead(0.7, 0.1, 1e-3), **given)
-    assert free.config.prefetch == "none", "nothing is left to hide"
-    good = Lookahead(0.7, 0.1, 1e-3)
-    plain = advise(TINY, memory, packed_gain=1.0, lookahead=good, **given)
-    assert (plain.layout, plain.config.prefetch) == ("as it is", "none")
-    both = advise(TINY, memory, packed_gain=2.0, lookahead=good, **given)
-    assert (both.layout, both.config.prefetch) == ("packed", "lookahead")
-    there = advise(packed, memory, lookahead=good, **given)
-    assert (there.layout, there.config.prefetch) == ("packed", "lookahead")
-    assert plain.token_s > there.token_s > both.token_s
-    for a in (plain, both, there):
-        assert (a.config.slots, a.config.policy, a.direct) == advice.pick(a.settings)
-    counted = advise(packed, memory, **given)
-    assert "a lookahead predicts" in str(counted)
-
-    def refuse(path, slots):
-        raise ValueError("its router cannot be asked ahead")
-
+    for path, memory, gain, *expected in (
+        (TINY, MEMORY, 1.0, "as it is", "none"),
+        (TINY, MEMORY, 2.0, "packed", "lookahead"),
+        (packed, MEMORY, None, "packed", "lookahead"),
+        (packed, float("inf"), None, "packed", "none"),  # nothing is left to hide
+    ):
+        found = advise(path, memory, packed_gain=gain, lookahead=GOOD, **GIVEN)
+        assert [found.layout, found.config.prefetch] == expected
+    refuse = Mock(side_effect=ValueError("its router cannot be asked ahead"))
     monkeypatch.setattr(lab_advise, "measure_lookahead", refuse)
-    a = advise(packed, memory, **given)
+    a = advise(packed, MEMORY, **GIVEN)
     assert a.config.prefetch == "none" and "cannot be asked ahead" in str(a)
 
 
@@ -50,24 +42,17 @@ def test_what_a_lookahead_predicts_is_counted():
     assert 0.5 < used < 0.9 and 0 < wasted < 0.5 and abs(cost_s) < 1
 
 
-def test_what_cannot_run_is_refused_before_anything_is_measured(monkeypatch):
+def test_what_is_not_given_is_measured(monkeypatch):
+    a = advise(TINY, memory=400e6, trace=TRACE, slots=[16, 64], policies=("lru",))
+    assert {(s.slots, s.policy) for s in a.settings} == {(16, "lru"), (64, "lru")}
+    assert 0 < a.token_s <= 1.02 * min(r.mean_s for r in a.settings.values())
     monkeypatch.setattr(lab_advise, "measure_costs", None)
-    with pytest.raises(ValueError, match="expected at least .* of memory"):
+    with pytest.raises(ValueError, match="expected at least .* of memory"):  # before it measures
         advise(TINY, memory=50e6)
 
 
-def test_what_is_not_given_is_measured():
-    a = advise(TINY, memory=400e6, slots=[16, 64], policies=("lru",))
-    assert 0 < a.token_s <= 1.02 * min(r.mean_s for r in a.settings.values())
-    assert {(s.slots, s.policy) for s in a.settings} == {(16, "lru"), (64, "lru")}
-    assert f"slots={a.config.slots}" in str(a) and moelab.footprint(TINY, a.config)
-
-
-@pytest.mark.parametrize("memory", (145e6, 150e6, 200e6))
-def test_as_many_slots_fit_as_plan_takes(memory):
+def test_as_many_slots_fit_as_plan_takes():
     config = moelab.StreamConfig(lazy_logits=True)
-    planned = moelab.plan(TINY, config, memory_nbytes=int(memory))
-    size = ModelSizes.of(TINY, memory)
-    assert size.fits(memory) == planned.slots or planned.slots == size.K
-    found = advise(TINY, memory, costs=Costs(5e-3, 1e-4, 1e-10, 1e-9), packed_gain=1.0).settings
-    assert max(s.slots for s in found) == size.fits(memory)
+    slots = moelab.plan(TINY, config, memory_nbytes=int(200e6)).slots
+    found = advise(TINY, 200e6, packed_gain=1.0, **GIVEN).settings
+    assert max(s.slots for s in found) == ModelSizes.of(TINY, 200e6).fits(200e6) == slots > SIZE.K

@@ -1,8 +1,6 @@
 """``share``: one file of a machine's speed, and what is refused."""
 
-import copy
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,142 +12,99 @@ from moelab.lab.experiments import share
 from moelab.replay.sizes import ModelSizes
 
 TINY = DATA / "models" / "tiny-moe"
-FILES = sorted((ROOT / "data" / "community").glob("*.json"))
+SENT = ROOT / "data" / "community"
+GOOD = json.loads((SENT / "tiny-moe_2_cores_xeon.json").read_text())
+SIZES, MACHINE, ROWS = ModelSizes(**GOOD["sizes"]), GOOD["machine"], GOOD["rows"]
+QUIET = {"disturbed": False, "cores_of_others": 0.0}
+BUSY = {"disturbed": True, "cores_of_others": 1.3}
 
 
-@pytest.fixture(scope="module")
-def good():
-    """A file's content, as from a quiet machine."""
-    made = share.measured(TINY)
-    made["load"] |= {"disturbed": False, "cores_of_others": 0.0}
-    for i, row in enumerate(made["rows"]):
-        row["decode_s"] = 0.3 + 0.001 * i
+def signed(made, **fields):
+    """A content with other fields and a right digest."""
+    made = made | fields
     return made | {"digest": share.digest(made)}
 
 
-def changed(good, change):
-    made = copy.deepcopy(good)
-    change(made)
-    return made
+def timed(rows, *seconds):
+    """Rows whose tokens took so long."""
+    return [row | {"decode_s": s} for row, s in zip(rows, seconds)]
 
 
-def signed(good, change):
-    made = changed(good, change)
-    return made | {"digest": share.digest(made)}
-
-
-def slow(i, seconds):
-    return lambda made: made["rows"][i].update(decode_s=seconds)
-
-
-def busy(made):
-    made["load"] |= {"disturbed": True, "cores_of_others": 1.3}
-
-
-def unstable(made):
-    for row, seconds in zip(made["rows"], (0.2, 0.2, 0.25, 0.3, 0.35, 0.38, 0.39)):
-        row["decode_s"] = seconds
-
-
-def test_a_good_file_has_the_machine_the_samples_and_the_routing(good):
-    assert share.problems(good) == []
-    trace = share.unpacked(good["trace"])
-    assert trace.experts.shape[1:] == (good["sizes"]["L"], good["sizes"]["K"])
-    assert (trace.phase == "decode").sum() >= share.TOKENS
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    (
-        (slow(2, 1.5), "Sample 2 is 21.3 tok/s where the median is 105"),
-        (unstable, "The samples are unstable"),
-        (busy, "Other programs used 1.3 cores"),
-        (lambda made: made["rows"].pop(), "Expected 7 samples, got 6"),
-        (lambda made: made["rows"][0].update(hits=1, misses=2), "Sample 0 used"),
-        (lambda made: made["sizes"].update(E=32), "another model"),
-        (lambda made: made.update(trace="bm90aGluZw=="), "The trace cannot be read"),
-    ),
-)
-def test_what_is_wrong_is_said(good, change, said):
-    assert said in " ".join(share.problems(signed(good, change)))
-
-
-def test_nothing_is_written_from_a_busy_machine(good, monkeypatch, tmp_path):
-    monkeypatch.setattr(share, "measured", lambda path: signed(good, busy))
+def test_what_was_measured_is_written_unless_others_were_busy(monkeypatch, tmp_path):
+    """Of fewer tokens than a user's."""
+    monkeypatch.setattr(share, "TOKENS", 3)
+    monkeypatch.setattr(share, "WARMUP", 2)
+    made, file = share.measured(TINY), tmp_path / "mine.json"
+    made = signed(made, rows=timed(made["rows"], *[0.3] * 7), load=QUIET)
+    monkeypatch.setattr(share, "measured", lambda path: signed(made, load=BUSY))
     with pytest.raises(ValueError, match="nothing was written. Other programs"):
-        share.share(TINY, tmp_path / "mine.json")
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(share, "measured", lambda path: good)
-    file = share.share(TINY, tmp_path / "mine.json")
-    assert json.loads(file.read_text()) == good and "| tiny-moe |" in share.page([file])
-    file.write_text(json.dumps(changed(good, slow(0, 0.29))))  # an edit by hand
+        share.share(TINY, file)
+    assert not file.exists()
+    monkeypatch.setattr(share, "measured", lambda path: made)
+    assert share.received(share.share(TINY, file)) == made
+    trace = share.unpacked(made["trace"])
+    assert len(trace.decode) >= 3 and trace.experts.shape[1:] == (SIZES.L, SIZES.K)
+    file.write_text(file.read_text().replace("0.3", "0.29", 1))  # an edit by hand
     with pytest.raises(ValueError, match="mine.json: It was edited"):
         share.page([file])
 
 
-def test_a_plan_finds_what_was_measured_on_such_a_machine(good, monkeypatch, tmp_path):
-    for name in ("community", "here"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "community" / "a.json").write_text(json.dumps(good))
-    monkeypatch.setattr(share, "DATA", tmp_path)
-    monkeypatch.chdir(tmp_path / "here")
-    Path("m_2_cores_now.json").write_text(json.dumps(good))
-    Path("n_2_cores_now.json").write_text(json.dumps(good | {"digest": "edited"}))
-    sizes, machine = ModelSizes(**good["sizes"]), good["machine"]
-    own, sent = share.of_such_a_machine(sizes, machine)
-    assert "(m_2_cores_now.json" in own and "106 [" in sent and "community/a.json" in sent
-    assert len(share.of_such_a_machine(sizes, machine | {"cores": None})) == 2
-    for other in ({"cpu": "Apple M5"}, {"gpu": "H100"}, {"memory_nbytes": 1e9}, {"cores": 999}):
-        assert not share.of_such_a_machine(sizes, machine | other)
-    assert not share.of_such_a_machine(replace(sizes, E=32), machine)
-
-
-STRANGE = {  # a change of a file's content that has a right digest, or the file's text
-    "no rows": lambda made: made.update(rows=[]),
-    "no processor": lambda made: made["machine"].pop("cpu"),
-    "no load": lambda made: made.pop("load"),
-    "memory as text": lambda made: made["machine"].update(memory_nbytes="24 GiB"),
-    "NaN": lambda made: made["rows"][0].update(decode_s=float("nan")),
-    "deep": "[" * 100_000,
-    "a fifo": os.mkfifo,
-}
-
-
-@pytest.mark.parametrize("case", STRANGE)
-def test_files_of_strangers_are_passed_over(case, good, monkeypatch, tmp_path):
-    """In the folder of ``plan``; the page of those that were sent says which is wrong, and why."""
-    made, file = STRANGE[case], tmp_path / "a_2_cores_b.json"
-    if case.startswith("a "):
-        made(file)
-    else:
-        file.write_text(made if isinstance(made, str) else json.dumps(signed(good, made)))
+@pytest.mark.parametrize(
+    "made, said",
+    (
+        ({"rows": timed(ROWS, *[0.3] * 6, 1.5)}, "Sample 6 is 21.3 tok/s where the median is 107"),
+        ({"rows": timed(ROWS, 0.2, 0.2, 0.25, 0.3, 0.35, 0.38, 0.39)}, "The samples are unstable"),
+        ({"rows": [ROWS[0] | {"hits": 1, "misses": 2}, *ROWS[1:]]}, "Sample 0 used"),
+        ({"rows": ROWS[1:]}, "Expected 7 samples, got 6"),
+        ({"load": BUSY}, "Other programs used 1.3 cores"),
+        ({"sizes": GOOD["sizes"] | {"E": 32}}, "another model"),
+        ({"trace": "bm90aGluZw=="}, "The trace cannot be read"),
+        # Only strangers write these.
+        ({"rows": []}, "rows"),
+        ({"rows": timed(ROWS, *[float("nan")] * 7)}, ""),
+        ({"machine": MACHINE | {"memory_nbytes": "24 GiB"}}, "memory_nbytes"),
+        ({"machine": {}}, "cpu"),
+    ),
+)
+def test_a_wrong_file_is_refused_with_why(made, said, monkeypatch, tmp_path):
+    """By the page of those that were sent; a plan passes over it."""
+    file = tmp_path / "a_2_cores_b.json"
+    file.write_text(json.dumps(signed(GOOD, **made)))
+    with pytest.raises(ValueError, match=f"{file.name}.*{said}"):
+        share.page([file])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(share, "DATA", tmp_path)
-    assert share.of_such_a_machine(ModelSizes(**good["sizes"]), good["machine"]) == []
-    with pytest.raises((ValueError, FileNotFoundError), match=file.name):
-        share.page([file])
+    assert share.of_such_a_machine(SIZES, MACHINE) == []
 
 
-def test_texts_of_strangers_stay_texts(good, monkeypatch, tmp_path):
+def test_a_plan_finds_what_was_measured_on_such_a_machine(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(share, "DATA", SENT.parent)
+    text = json.dumps(signed(GOOD, rows=timed(ROWS, *[0.3] * 7)))
+    Path("m_2_cores_now.json").write_text(text)
+    own, sent = share.of_such_a_machine(SIZES, MACHINE)
+    assert "(m_2_cores_now.json" in own and "107 [" in own and "community/" in sent
+    assert len(share.of_such_a_machine(SIZES, MACHINE | {"cores": None})) == 2
+    for other in ({"cpu": "Apple M5"}, {"gpu": "H100"}, {"memory_nbytes": 1e9}, {"cores": 999}):
+        assert not share.of_such_a_machine(SIZES, MACHINE | other)
+    assert not share.of_such_a_machine(replace(SIZES, E=32), MACHINE)
+
+
+def test_texts_of_strangers_stay_texts(monkeypatch, tmp_path):
     """No escape of a terminal; no Markdown, HTML or second column of a table."""
     text = "\x1b[31m<script>|[a](javascript:b)\u202e\n| 9 |"
-
-    def rename(made):
-        made["machine"] |= {"date": text, "moelab": text}
-        made["settings"]["model"] = text
-
+    named = {"machine": MACHINE | {"date": text, "moelab": text}, "settings": {"model": text}}
     file = tmp_path / "a_2_cores_\x1b[2J.json"
-    file.write_text(json.dumps(signed(good, rename)))
+    file.write_text(json.dumps(signed(GOOD, **named)))
     monkeypatch.chdir(tmp_path)
-    (line,) = share.of_such_a_machine(ModelSizes(**good["sizes"]), good["machine"])
+    line, _ = share.of_such_a_machine(SIZES, MACHINE)
     row = share.page([file]).splitlines()[-1]
     assert line.isprintable() and row.isprintable() and row.count(" | ") == 7
     assert "<" not in row and row.count("](") == 1 + row.count("\\](")
 
 
 def test_what_people_sent_is_whole_and_on_the_page(monkeypatch):
-    assert FILES and (ROOT / "data/community/README.md").read_text() == share.page(FILES)
-    monkeypatch.setattr(share, "DATA", ROOT / "data")
-    sent = share.traces()
-    assert {trace.experts.shape[1:] for trace in sent.values()} >= {(8, 8), (40, 8)}
-    assert all(len(trace.decode) >= 32 for trace in sent.values())
+    page = share.page(sorted(SENT.glob("*.json")))
+    assert (SENT / "README.md").read_text() == page
+    monkeypatch.setattr(share, "DATA", SENT.parent)
+    assert {t.experts.shape[1:] for t in share.traces().values()} >= {(8, 8), (40, 8)}
