@@ -60,7 +60,7 @@ def test_what_was_measured_is_written_unless_others_were_busy(monkeypatch, tmp_p
         ({"sizes": GOOD["sizes"] | {"E": 32}}, "another model"),
         ({"trace": "bm90aGluZw=="}, "The trace cannot be read"),
         # Only strangers write these.
-        ({"rows": []}, "rows"),
+        ({"rows": []}, "Expected 7 samples, got 0"),
         ({"rows": timed(ROWS, *[float("nan")] * 7)}, ""),
         ({"machine": MACHINE | {"memory_nbytes": "24 GiB"}}, "memory_nbytes"),
         ({"machine": {}}, "cpu"),
