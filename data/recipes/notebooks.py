@@ -28,8 +28,9 @@ from moelab.lab.plots import pages
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, SCALE = 800, 1.5  # CSS pixels; pixels of the file to each
 PALETTE = 256  # colours of a file, which is then a third as large
-# A path of the machine that ran the notebook. None is committed, tests/test_docs.py says.
-MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\)")
+# A path of the machine that ran the notebook, in JSON, which doubles a backslash: none is kept,
+# tests/test_docs.py says.
+MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\\\)")
 # plotly warns that options are ignored, since this script started kaleido's server, not plotly.
 warnings.filterwarnings("ignore", "The kopts argument")
 

@@ -80,7 +80,7 @@ measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts
 {on_host} times as fast as moelab with its slots filled from there (H100, 16 cores;
 [09](notebooks/09_against_others.ipynb)).
 
-What decides it, for these four layers:
+What decides it, for these four layers and, last, `tiny-moe`:
 
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
   {past} times as fast as filled through it. Through it, 54 slots decode {more} times as fast as 8
@@ -93,7 +93,7 @@ What decides it, for these four layers:
   them in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
 - **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
   guesses {block} times as fast as without on an H100, where most texts then
-  differ in rounding. On two CPU cores it is {here}, and
+  differ, because of rounding. On two CPU cores it is {here}, and
   {looked_up} with 7 guesses looked up in the text: median [quartiles]
   ([07](notebooks/07_speculative_streaming.ipynb)).
 """
