@@ -89,16 +89,12 @@ def test_an_index_is_written_again_and_links_other_machines(built, tmp_path, cap
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_page_links_only_what_is_beside_it(path):
-    cells = nbformat.read(path, as_version=4).cells
-    sources = ("[a](../data/b.md)", *(c.source for c in cells if c.cell_type == "markdown"))
+def test_a_page_links_only_what_is_beside_it_and_has_question_and_answer(path):
+    made = nbformat.read(path, as_version=4)
+    sources = ("[a](../data/b.md)", *(c.source for c in made.cells if c.cell_type == "markdown"))
     text = "".join(pages.for_page(source) for source in sources)
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     beside = {other.with_suffix(".html").name for other in NOTEBOOKS}
     assert all(link in beside or re.match("attachment:|https?:|#", link) for link in links)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_notebook_has_a_question_and_an_answer(path):
-    said = pages.summary(nbformat.read(path, as_version=4))
+    said = pages.summary(made)
     assert said.title.startswith(path.stem[:2]) and said.answer
