@@ -4,7 +4,6 @@ import math
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,14 +22,12 @@ from moelab.repack import repack
 from moelab.speculation.drafts import LookupDraft
 
 
-def test_modes_have_their_own_fields_and_those_without_slots_no_other_reads():
-    base = StreamConfig(slots=20, readers=2)
-    modes = parse_modes("buffers, fused/readers=1/slots=32", base)
-    name, own = "fused/readers=1/slots=32", replace(base, mode="fused", slots=32, readers=1)
-    assert modes[name] == own
-    found = bench.crossed(modes, [10**8], direct=(True,))
-    assert list(found) == ["resident, no limit", f"{name}, 100 MB, past the page cache"]
-    assert found[f"{name}, 100 MB, past the page cache"].config == replace(own, reads="direct")
+def test_modes_have_their_own_fields_and_without_slots_no_other_reads():
+    modes = parse_modes("buffers, fused/readers=1/slots=32", StreamConfig(slots=20, readers=2))
+    (_, resident), (name, fused) = bench.crossed(modes, [10**8], direct=(True,)).items()
+    assert name == "fused/readers=1/slots=32, 100 MB, past the page cache"
+    assert fused.config == StreamConfig(mode="fused", slots=32, readers=1, reads="direct")
+    assert (resident.config.mode, resident.limit_nbytes) == ("resident", None)
 
 
 def test_decode_writes_what_mlx_lm_writes(model_path):
@@ -38,7 +35,10 @@ def test_decode_writes_what_mlx_lm_writes(model_path):
     model.set_dtype(mx.float32)
     ids = tok.encode("def f(x):")
     theirs = [int(t) for t, _ in generate_step(mx.array(ids), model, max_tokens=15)]
-    assert decode(model, ids, tokens=10, warmup=4).tokens == theirs
+    called, calls = [], ("before_prompt", "before_clock", "before_token")
+    told = {name: lambda name=name: called.append(name) for name in calls}
+    assert decode(model, ids, tokens=10, warmup=4, **told).tokens == theirs
+    assert called == [calls[0], *4 * [calls[2]], calls[1], *10 * [calls[2]]]
 
 
 @pytest.mark.parametrize("warmup", [0, 3])

@@ -26,6 +26,8 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
 
 
 def test_dropped_pages_are_read_again(tmp_path):
+    (tmp_path / "empty").touch()
+    assert oscache.cached_nbytes(tmp_path / "empty") is None
     for name in ("a.safetensors", "b.safetensors", "c.txt"):
         with (tmp_path / name).open("wb") as file:
             file.write(os.urandom(2 * MB))
@@ -44,8 +46,3 @@ def test_dropped_pages_are_read_again(tmp_path):
     if before is not None:
         assert oscache.disk_read_nbytes() - before >= 4 * MB - left
     assert oscache.cached_nbytes(tmp_path / "c.txt") == 2 * MB  # was left alone
-
-
-def test_an_empty_file_says_nothing(tmp_path):
-    (tmp_path / "empty.safetensors").touch()
-    assert oscache.cached_nbytes(tmp_path) is None

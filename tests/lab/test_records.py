@@ -37,14 +37,21 @@ def test_a_table_is_written_and_read_again(table, tmp_path):
     assert os.listdir(tmp_path) == ["r.json"]
 
 
-def test_a_run_that_was_disturbed_or_cut_off_is_refused(tmp_path):
-    path, cut_off = str(tmp_path / "r.json"), {"partial": True}
-    disturbed = {"load": {"disturbed": True}}
-    for more, said in ((cut_off, "was cut off"), (disturbed, "ran while other work used")):
-        records.write(path, {"kind": "bench", "settings": {}, "rows": ROWS} | more)
-        with pytest.raises(ValueError, match=said):
-            records.read(path)
-        assert len(records.read(path, disturbed=True)) == 6
+def test_a_run_that_was_disturbed_or_cut_off_is_refused(tmp_path, monkeypatch, capsys):
+    path, seconds, clock = str(tmp_path / "r.json"), iter([100.0, 103.0]), iter([0.0, 1.0])
+    monkeypatch.setattr(records, "_others_s", lambda: next(seconds))
+    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(records, "card", lambda: {"cores": 2})
+    made = records.Running("bench").table(ROWS)
+    records.print_and_save("report", made, path)
+    assert "DISTURBED: other processes used 3.0 cores" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="ran while other work used the processor"):
+        records.read(path)
+    made.attrs |= {"load": {}, "partial": True}
+    records.save(path, made)
+    with pytest.raises(ValueError, match="was cut off"):
+        records.read(path)
+    assert len(records.read(path, disturbed=True)) == 6
 
 
 def test_variants_are_grouped_and_paired_by_round(table):
@@ -71,17 +78,6 @@ def test_an_interval_has_the_confidence_of_the_sign_test(n, low):
     within = sum(math.comb(n, k) for k in range(low + 1, n - low))
     assert found["confidence"] == pytest.approx(within / 2**n)
     assert (found["confidence"] >= 0.95) == (n > 5)
-
-
-def test_a_header_says_what_else_ran(monkeypatch, capsys):
-    seconds, clock = iter([100.0, 103.0]), iter([0.0, 1.0])
-    monkeypatch.setattr(records, "_others_s", lambda: next(seconds))
-    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(records, "card", lambda: {"cores": 2})
-    made = records.Running("bench", {"tokens": 4}).table(ROWS)
-    assert made.attrs["load"]["cores_of_others"] == 3 and made.attrs["load"]["disturbed"]
-    records.print_and_save("report", made)
-    assert "DISTURBED: other processes used 3.0 cores" in capsys.readouterr().out
 
 
 def test_variants_run_in_random_rounds_and_one_that_was_killed_is_not_run_again():
