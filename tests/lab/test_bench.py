@@ -16,7 +16,7 @@ from moelab import DATA, StreamConfig, record, stats
 from moelab.__main__ import main
 from moelab.lab import limit, records, variants
 from moelab.lab.arguments import parse_modes
-from moelab.lab.decode import OracleDraft, decode, decode_drafted
+from moelab.lab.decode import decode, decode_drafted
 from moelab.lab.experiments import bench
 from moelab.repack import repack
 from moelab.speculation.drafts import LookupDraft
@@ -55,15 +55,6 @@ def test_a_text_is_fed_in_place_of_greedy_tokens(streamed, warmup):
     assert got.tokens == best[n:] and best[n:-1] != fed, "the text is not the greedy one"
 
 
-def test_a_perfect_draft_is_always_accepted(streamed):
-    text = decode(streamed, [1, 2], 23).tokens
-    right = decode_drafted(streamed, [1, 2], OracleDraft([1, 2, *text], 1.0), 3, 23)
-    wrong = decode_drafted(streamed, [1, 2], OracleDraft([1, 2, *text], 0.0), 3, 23)
-    assert right.tokens == wrong.tokens == text
-    assert all(drafted == accepted for drafted, accepted, *_ in right.rounds)
-    assert wrong.rounds and not any(accepted for _, accepted, *_ in wrong.rounds)
-
-
 def test_the_clock_starts_after_the_draft_is_ready(streamed):
     class Slow(LookupDraft):
         def bind(self, model, cache=None):
@@ -91,7 +82,8 @@ def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, t
     three = made[made.variant == "fused, 3 drafts"]
     assert (three.accepted <= three.drafted).all() and (three.num_drafts == "3").all()
     if not temp:  # the oracle knows the greedy text
-        assert three.accepted.sum() > 0 and three.committed.map(sum).between(1, 12).all()
+        assert 2 * three.accepted.sum() > three.drafted.sum()
+        assert three.committed.map(sum).between(1, 12).all()
         assert not made[made.variant == "fused, 0 drafts"].drafted.any()
 
 
@@ -119,7 +111,6 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
     """The same tokens; the oracle reads ahead, and nothing in vain; cold is cold for each token."""
     packed, dropped = repack(model_path, tmp_path / "packed", progress=False), []
     monkeypatch.setattr(bench.oscache, "drop_pages", dropped.append)
-    monkeypatch.setattr(bench, "disk_speed", lambda _: 1.0)
     variants = {
         f"{p}, {path.name}": bench.Variant(StreamConfig(slots=6, prefetch=p), path, cold="token")
         for path in (model_path, packed)
@@ -127,20 +118,12 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
     }
     made = bench.measure(model_path, variants, tokens=3, runs=1, warmup=1)
     assert set(records.same_tokens(made, next(iter(variants))).values()) == {(1, 1)}
+    assert min(made.disk_bytes_per_s) > 0 and made.attrs["settings"]["cache_state"] == "cold"
     oracle = made[made.variant.str.startswith("oracle")]
     assert (oracle.prefetch_issued > 0).all() and (oracle.prefetch_wasted == 0).all()
     assert not made[made.variant.str.startswith("none")].prefetch_issued.any()
     each = 1 + 1 + (1 + 3)  # before the prompt and the clock, and before each token
     assert dropped.count(packed) == 2 * (3 * each + 1)  # 2 rounds; the oracle drops once more
-
-
-def test_a_cold_bench_times_the_disk_and_the_command_saves_it(model_path, tmp_path, capsys):
-    path = tmp_path / "r.json"
-    words = "--modes resident,fused --slots 8 --tokens 3 --warmup 1 --runs 1 --cold prompt"
-    assert main(["bench", str(model_path), *words.split(), "--json", str(path)]) == 0
-    r = records.read(str(path), disturbed=True)
-    assert min(r.disk_bytes_per_s) > 0 and r.attrs["settings"]["cache_state"] == "cold"
-    assert "partial" not in r.attrs and "tok/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -178,17 +161,19 @@ def test_what_is_refused_before_any_work(words, said, model_path, tmp_path, caps
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_limit_takes_every_prompt_in_turn(model_path, monkeypatch):
-    asked = []
+def test_the_command_takes_every_prompt_in_turn_and_saves(model_path, tmp_path, monkeypatch):
+    asked, file = [], str(tmp_path / "r.json")
 
     def call(function, path, variant, prompt, *rest, what, nbytes):
-        asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes))
+        asked.append((prompt, variant.config.mode, variant.config.top_k, nbytes, variant.cold))
         row = {"decode_s": 1.0, "decode_tokens": 2, "tokens": [1, 2]} | variant.facts
         return row, limit.Limited(0, "", "", "none")
 
     monkeypatch.setattr(limit, "call", call)
-    argv = ["bench", str(model_path), "--limits", "900", "--modes", "fused", "--runs", "3"]
-    assert main([*argv, "--prompt", "def a", "--prompt", "def b", "--top-k", "2"]) == 0
-    ways = ("resident", 2, None), ("fused", 2, 900_000_000)
-    for i, prompt in enumerate(("def a", "def b", "def a")):
+    words = "--limits 900 --modes fused --runs 3 --top-k 2 --cold prompt --prompt a --prompt b"
+    assert main(["bench", str(model_path), *words.split(), "--json", file]) == 0
+    ways = ("resident", 2, None, "no"), ("fused", 2, 900_000_000, "prompt")
+    for i, prompt in enumerate("aba"):
         assert {*asked[2 * i : 2 * i + 2]} == {(prompt, *way) for way in ways}
+    made = records.read(file, disturbed=True)
+    assert list(records.group(made, "tok_s").n) == [3, 3] and "partial" not in made.attrs

@@ -1,14 +1,12 @@
-"""What notebooks measure: the parts of a token, operations, slots, and faulty rollbacks."""
+"""What notebooks measure: the parts of a token, operations, calls of experts, slots."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache
-from recurrent import build, ids
 
 from moelab import StreamConfig, load
 from moelab.lab import records
-from moelab.lab.experiments import bench, dispatch, page_cache, rollback, timeline
+from moelab.lab.experiments import bench, dispatch, page_cache, timeline
 from moelab.streaming.reading.reader import Reader
 
 
@@ -75,21 +73,3 @@ def test_the_replay_hits_what_the_engine_hit(mb):
     assert (found.hit_rate - found.replayed_hit_rate).abs().max() < 0.05
     past = found[found["reads"] == page_cache.PAST]
     assert (past.replayed_disk_MB / past.disk_MB - 1).abs().max() < 0.15
-
-
-@pytest.mark.parametrize("name", rollback.REMEDIES)
-def test_only_the_exact_remedy_keeps_the_state(name):
-    """The faulty remedies of notebooks 06 and 08 are faulty, and only in the recurrent state."""
-    model, text = build("qwen3_5_moe"), ids(6, 30)[0].tolist()
-    cache, true = (rollback.read_ids(model, text[:20]) for _ in range(2))
-    remedy = rollback.REMEDIES[name](model, cache)
-    mx.eval(remedy(mx.array([text[20:26]])))
-    remedy.undo(3)
-    remedy.commit()
-    for token in text[20:23]:
-        mx.eval(model(mx.array([[token]]), cache=true))
-    recurrent = [(c, t) for c, t in zip(cache, true) if isinstance(c, ArraysCache)]
-    off = max(float(abs(a - b).max()) for c, t in recurrent for a, b in zip(c.cache, t.cache))
-    assert off < 1e-5 if name == "exact" else off > 1e-3
-    trimmed = [(c.offset, t.offset) for c, t in zip(cache, true) if c.is_trimmable()]
-    assert trimmed and all(mine == theirs == 23 for mine, theirs in trimmed)
