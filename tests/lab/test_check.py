@@ -1,0 +1,48 @@
+"""This machine: what ``check`` finds, and what the page cache holds."""
+
+import os
+
+import pytest
+
+from moelab import DATA, StreamConfig, kernels, plan
+from moelab.lab import check, oscache
+
+MB = 1 << 20
+TINY = DATA / "models/tiny-moe"
+
+
+def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
+    """The slots that the commands take, with the reason; or why none fit."""
+    want = plan(TINY, StreamConfig(lazy_logits=True))
+    assert check.check(TINY) in (True, False)
+    *lines, blocks, chosen, _ = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 5 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
+    assert ("blocks in one piece: 8 DecoderLayer, 8 " in blocks) == kernels.available()
+    assert chosen.startswith("[ok] tiny-moe, ") and want.reason.partition(". ")[0] in chosen
+    monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (10**8, 5 * 10**7))
+    assert not check.check(TINY)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("[fail] ") and "got 100 MB" in last and "Close other programs" in last
+
+
+def test_dropped_pages_are_read_again(tmp_path):
+    (tmp_path / "empty").touch()
+    assert oscache.cached_nbytes(tmp_path / "empty") is None
+    for name in ("a.safetensors", "b.safetensors", "c.txt"):
+        with (tmp_path / name).open("wb") as file:
+            file.write(os.urandom(2 * MB))
+            os.fsync(file.fileno())
+    if oscache.cached_nbytes(tmp_path) is None:
+        pytest.skip("this system does not say what is cached")
+    assert oscache.cached_nbytes(tmp_path) == 4 * MB
+    how = oscache.drop_pages(tmp_path)
+    left = oscache.cached_nbytes(tmp_path)
+    if not how.startswith("POSIX") or left == 4 * MB:
+        pytest.skip(f"pages cannot be dropped here ({how})")
+    before = oscache.disk_read_nbytes()
+    for file in oscache.tensor_files(tmp_path):
+        file.read_bytes()
+    assert oscache.cached_nbytes(tmp_path) == 4 * MB
+    if before is not None:
+        assert oscache.disk_read_nbytes() - before >= 4 * MB - left
+    assert oscache.cached_nbytes(tmp_path / "c.txt") == 2 * MB  # was left alone
