@@ -79,7 +79,9 @@ def crossed(
     layouts: Mapping[str, str | Path | None] = {"": None},
     cold: str = "no",
 ) -> dict[str, Variant]:
-    """Combine every mode, layout, limit, way to read and number of drafts (and none), by name.
+    """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
+
+    Returns them by name. With a draft, each way is also there without it.
 
     With a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
     """

@@ -55,7 +55,8 @@ def measure(
     Where a variant has a memory limit, each run of each variant has a process of its own, whose
     page cache is empty, and a variant that was killed is not run again. Else a first round is not
     kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's file, its prompt and
-    tokens are read instead. All models stay loaded if they take less than half of the memory.
+    tokens are read instead. If all models together take less than
+    half of the memory, each is loaded once and kept; else each run loads its own.
     ``on_round`` gets the table after each round. A row is a run.
     """
     path = folder(path)

@@ -37,8 +37,8 @@ SAMPLES = 24  # samples of each kind in a record
 PROMPT = 128  # tokens of a prompt that is computed at once
 # Variants of a record: where a layer's misses come from, and a token that the model routes itself.
 PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own routing"
-# Tokens that follow one another without a wait: every expert is in a slot, or in the host's memory.
-# They are measured if all experts take less than this.
+# Tokens that need no read: every expert is in a slot, or in the host's memory. Such tokens are
+# measured only for models whose experts take fewer bytes than HELD_NBYTES.
 HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
