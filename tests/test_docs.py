@@ -8,12 +8,12 @@ import re
 import tomllib
 
 import nbformat
-import notebooks
 import pytest
 import readme
 import yaml
 from committed import NOTEBOOKS, ROOT
 
+import notebooks
 from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
