@@ -55,7 +55,7 @@ test-lab: $(READY)
 	$(PYTEST) tests/lab
 
 test-files: $(READY)
-	$(PYTEST) tests/test_*.py
+	$(PYTEST) tests/test_*.py tests/server
 
 test-notebooks: $(READY)
 	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks

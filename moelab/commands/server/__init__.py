@@ -1,0 +1,12 @@
+"""The HTTP server behind the command ``serve``, on Starlette, uvicorn and pydantic.
+
+A request goes down and its answer comes up:
+
+    http          limits, errors, hang-ups; one route for each dialect
+    completions, responses, messages     what OpenAI's and Anthropic's clients send and get
+    requests      a checked request becomes one ``Ask`` for each text to write
+    template      messages become tokens
+    engine        one thread reads prompts in parts and writes texts in batches
+    prompts       caches of earlier prompts, kept over a restart if asked
+    text          stop strings, reasoning and tool calls, in decoded text
+"""

@@ -1,0 +1,64 @@
+"""What the parts of the server say to each other: a text to write, and what was written of it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+
+class Refused(ValueError):
+    """A request that cannot be answered: words, the field they are about, and the HTTP status."""
+
+    def __init__(self, words: str, param: str | None = None, status: int = 400):
+        super().__init__(words)
+        self.param, self.status = param, status
+
+
+@dataclass
+class Ask:
+    """One text to write after ``tokens``. All values are JSON's, since ranks share it."""
+
+    tokens: list[int]
+    max_tokens: int  # 0 only scores the prompt, with ``echo``
+    sampling: dict[str, Any] = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
+    penalties: dict[str, Any] = field(default_factory=dict)  # those of its make_logits_processors
+    seed: int | None = None  # None: random numbers of its own
+    stops: list[str] = field(default_factory=list)  # the text ends before the first of them
+    logprobs: int | None = None  # so many of the likeliest tokens with each token; None: nothing
+    echo: bool = False  # with ``logprobs``: the prompt's tokens have log probabilities too
+    num_draft_tokens: int | str = "auto"
+    # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
+    cuts: list[tuple[int, str]] = field(default_factory=list)
+
+    json = asdict
+
+
+class Token(NamedTuple):
+    """A token that was read or chosen."""
+
+    id: int
+    logprob: float | None  # None: the prompt's first
+    top: list[tuple[int, float]]  # the likeliest tokens, the likeliest first
+
+
+class Usage(NamedTuple):
+    """How many tokens a finished text took."""
+
+    prompt: int
+    cached: int  # of the prompt, not read again
+    completion: int
+
+
+class Progress(NamedTuple):
+    """How many of a prompt's tokens are read."""
+
+    done: int
+    total: int
+
+
+class Part(NamedTuple):
+    """What was written since the last part. The last one has ``finish`` and ``usage``."""
+
+    text: str = ""
+    tokens: list[Token] = ()  # if asked for; a text's last token may be one that ends it
+    prompt: list[Token] = ()  # if asked for, in the first part
+    finish: str | None = None  # stop or length
+    usage: Usage | None = None
