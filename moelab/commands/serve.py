@@ -6,12 +6,10 @@ import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..speculation.target import vocabulary
@@ -24,7 +22,7 @@ from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, json_object, nbytes, not_empty, positive
 from .drafting import leave_room, open_draft
-from .kv_cache import check_kv_cache, quantized_given
+from .kv_cache import PromptFiles, check_kv_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
 
 TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
@@ -103,14 +101,6 @@ class Model:
         drafted = drafted and self.draft is not None
         return make_prompt_cache(self.model) + (make_prompt_cache(self.draft) if drafted else [])
 
-    def sampler(self, ask):
-        """The sampler of a request."""
-        return make_sampler(**ask.sampling, xtc_special_tokens=self._special)
-
-    @cached_property
-    def _special(self):
-        return self.tokenizer.encode("\n") + list(self.tokenizer.eos_token_ids)
-
     def close(self) -> None:
         close(self.model)
 
@@ -118,8 +108,9 @@ class Model:
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
     try:
+        from .server import http
+        from .server.completions import Chat, Completions
         from .server.engine import Engine
-        from .server.http import Server
         from .server.prompts import Prompts
     except ImportError as error:
         raise ValueError(
@@ -131,15 +122,21 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     level = "ERROR" if follows else args.log_level
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
     maybe_set_recommended_wired_limit()
-    with nullcontext() if follows else Server(args.host, args.port) as listening:
+    with nullcontext() if follows else http.listen(args.host, args.port) as listening:
         model = Model(args, config, group)
-        engine = Engine(model, Prompts(model, *_prompt_memory(model, args)))
+        free = _prompt_memory(model, args)
+        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
+        if args.prompt_cache_dir and not follows:
+            prompts.restore(PromptFiles(args, config, model.draft))
+        engine = Engine(model, prompts)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
             engine.join()
             engine.check()
         else:
-            listening.answer(engine)
+            dialects = (Chat, Completions)
+            app = http.app(engine, model, dialects, args.allowed_origins)
+            http.Server(app, engine, listening).answer()
 
 
 def _prompt_memory(model, args):

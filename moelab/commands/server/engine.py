@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import psutil
 from mlx_lm.generate import BatchGenerator, generate_step, maybe_quantize_kv_cache
-from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
 from ...checkpoint import describe
 from ...speculation.generate import speculative_generate_step
@@ -330,7 +330,7 @@ class Engine:
             max_tokens=[ask.max_tokens],
             caches=[text.cache],
             all_tokens=[tokens[: text.read]],
-            samplers=[_with_own_numbers(self.model.sampler(ask), ask.seed)],
+            samplers=[_with_own_numbers(make_sampler(**ask.sampling), ask.seed)],
             logits_processors=[make_logits_processors(**ask.penalties)],
             stop_sequences=[self.model.ends],
         )
@@ -372,7 +372,7 @@ class Engine:
         model, before = self.model, text.tokens[: text.read]
         given = {
             "max_tokens": max_tokens,
-            "sampler": model.sampler(text.ask),
+            "sampler": make_sampler(**text.ask.sampling),
             "logits_processors": [
                 _after(before, p) for p in make_logits_processors(**text.ask.penalties)
             ],
