@@ -14,8 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import pairwise
-from types import SimpleNamespace
 
 import mlx.core as mx
 import psutil
@@ -27,7 +27,7 @@ from ...speculation.generate import speculative_generate_step
 from ...speculation.sampling import set_state
 from ...streaming.ranks import RankError
 from ..drafting import shared_policy
-from .ask import Ask, Part, Progress, Token, Usage
+from .ask import Ask, Part, Token, Usage
 from .text import Stops
 
 GRACE_S = 2  # the thread has so long to end when the server is stopped
@@ -107,45 +107,43 @@ class Engine:
     def __init__(self, model, prompts):
         self.model, self.prompts, self._ranks = model, prompts, model.ranks
         self._inbox, self._lock, self._count = queue.SimpleQueue(), threading.Lock(), 0
-        self._ended, self._error = False, None
+        self._error = None  # what ended the thread
+        self._tells = {}  # by the numbers of texts
         # A text waits for memory, then its prompt is read here or, if short, in the batch.
         self._texts, self._waiting, self._reading = {}, deque(), deque()
-        self._batch, self._in_batch = None, {}  # by the batch's number
+        self._batch, self._in_batch = None, {}  # by the batch's numbers
         self._alone, self._steps = deque(), None  # texts that are not batched; the first's tokens
         self._owed_s = 0.0  # seconds for which texts are written before a prompt's next part
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def begin(self, ask: Ask, tell: Callable) -> int:
-        """Begin a text; ``tell`` gets ``Progress`` and ``Part`` or, as the last, an exception."""
+        """Begin a text; ``tell`` gets each ``Part`` or, as the last, an exception."""
         ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
         with self._lock:
             self._count += 1
-            if self._ended:
+            if self._error:
                 tell(self._error)
-            self._inbox.put((self._count, ask, tell))
+            self._tells[self._count] = tell
+            self._inbox.put((self._count, ask))
             return self._count
 
     def cancel(self, number: int) -> None:
         """End a text that nobody waits for; nothing happens if it has ended."""
-        self._inbox.put((number, None, None))
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether texts can be begun."""
-        return not self._ended
+        self._inbox.put((number, None))
 
     def check(self) -> None:
-        """Raise the error that ended this rank, if one did: no rank goes on without another."""
-        if self._ranks and self._ended and not isinstance(self._error, Stopped):
-            if isinstance(self._error, RankError):
-                raise self._error
-            rank = f"rank {self._ranks.rank} of {self._ranks.size}"
-            raise RankError(f"{rank}: {describe(self._error)}") from self._error
+        """Raise the error that ended the thread, if one did, as no rank goes on without another."""
+        if self._error is None or isinstance(self._error, Stopped):
+            return
+        if self._ranks is None or isinstance(self._error, RankError):
+            raise self._error
+        rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+        raise RankError(f"{rank}: {describe(self._error)}") from self._error
 
     def stop(self) -> None:
         """End the texts that were begun with an error, and the thread."""
-        self._inbox.put((None, None, None))
+        self._inbox.put((0, None))
         self.join()
 
     def join(self) -> None:
@@ -159,18 +157,17 @@ class Engine:
             time.sleep(0.01)
 
     def _run(self):
-        """Compute until the server is stopped or, with ranks, something fails."""
-        self._error = Stopped("the server was stopped")
+        """Compute until the server is stopped or something fails that concerns all texts."""
+        error = Stopped("the server was stopped")
         try:
             while self._turn():
                 pass
         except Exception as e:
-            logging.error("%s", describe(e))
-            self._error = e
+            error = e
         with self._lock:
-            self._ended, left = True, self._take(SimpleNamespace(new=[], gone=[], stop=False)).new
-        for tell in [text.tell for text in self._texts.values()] + [tell for _, _, tell in left]:
-            tell(self._error)
+            self._error = error
+            for tell in self._tells.values():
+                tell(error)
         for text in [*self._texts.values()]:
             with suppress(Exception):
                 self._end(text)
@@ -179,65 +176,52 @@ class Engine:
         self.model.close()
 
     def _turn(self):
-        """Take what clients want, compute one part or token; False if the server is stopped."""
-        turn = self._next() if not self._ranks or self._ranks.rank == 0 else None
-        if self._ranks:
-            turn = self._share(turn)
-        for number, ask, tell in turn.new:
+        """Take what clients want, compute a part or a token; False if the server is stopped."""
+        turn, begin = self._next(), time.perf_counter()
+        for number, ask in turn["new"]:
+            tell = self._tells.get(number, lambda _: None)  # other ranks tell nobody
             self._texts[number] = text = _Text(number, ask, tell, self.model.tokenizer)
             self._waiting.append(text)
-        for number in turn.gone:
+        for number in turn["gone"]:
             if text := self._texts.get(number):
                 self._try([text], self._end, text)
         while self._waiting and self._fits(self._waiting[0]):
             text = self._waiting.popleft()
             self._try([text], self._open, text)
-        begin = time.perf_counter()
-        if turn.reads and self._reading:
+        if turn["reads"] and self._reading:
             self._try([self._reading[0]], self._read, self._reading[0])
-            self._owed_s = time.perf_counter() - begin
-            self._reading.rotate(-1)
+            self._owed_s = 2 * (time.perf_counter() - begin)
         elif self._in_batch:
             self._try([*self._in_batch.values()], self._write_batch)
         elif self._alone:
             self._try([self._alone[0]], self._write_alone, self._alone[0])
-        if not turn.reads:
-            self._owed_s -= time.perf_counter() - begin
-        return not turn.stop
+        self._owed_s -= time.perf_counter() - begin
+        return not turn["stop"]
 
     def _next(self):
-        """Decide what comes next; wait while there is nothing to do."""
-        turn = SimpleNamespace(new=[], gone=[], stop=False, reads=False)
-        if not self._texts:
-            self._take(turn, IDLE_S if self._ranks else None)
-        self._take(turn)
+        """Decide what comes next, or hear it from rank 0; wait while there is nothing to do."""
+        if self._ranks and self._ranks.rank:
+            if not self._texts:
+                time.sleep(0.9 * IDLE_S)  # in MLX's ring, waiting keeps a core busy
+            turn = self._ranks.gather(None)[0]
+            return turn | {"new": [(number, Ask(**ask)) for number, ask in turn["new"]]}
+        told = []
+        with suppress(queue.Empty):
+            if not self._texts:
+                told.append(self._inbox.get(timeout=IDLE_S if self._ranks else None))
+            while True:
+                told.append(self._inbox.get_nowait())
         # A draft keeps the state of the text that is written with it.
         free = self._steps is None or self.model.draft is None
         idle = not self._in_batch and not self._alone
-        turn.reads = bool(self._reading) and free and (idle or self._owed_s <= 0)
-        return turn
-
-    def _take(self, turn, timeout_s=0.0):
-        """Add to a turn what is in the inbox; wait for the first (None: as long as it takes)."""
-        with suppress(queue.Empty):
-            while True:
-                number, ask, tell = self._inbox.get(timeout_s != 0, timeout_s)
-                timeout_s = 0.0
-                if ask:
-                    turn.new.append((number, ask, tell))
-                turn.gone += [number] if number and not ask else []
-                turn.stop |= not number
-        return turn
-
-    def _share(self, turn):
-        """Give all ranks the turn of rank 0, whose clients alone hear of it."""
-        if turn is None and not self._texts:
-            time.sleep(0.9 * IDLE_S)  # in MLX's ring, waiting keeps a core busy
-        told = turn and {**vars(turn), "new": [(n, ask.json()) for n, ask, _ in turn.new]}
-        told = self._ranks.gather(told)[0]
-        if turn is None:
-            turn = SimpleNamespace(**told)
-            turn.new = [(n, Ask(**ask), lambda _: None) for n, ask in told["new"]]
+        turn = {
+            "new": [(number, ask) for number, ask in told if ask],
+            "gone": [number for number, ask in told if not ask],
+            "stop": (0, None) in told,
+            "reads": bool(self._reading) and free and (idle or self._owed_s <= 0),
+        }
+        if self._ranks:
+            self._ranks.gather(turn | {"new": [(n, asdict(ask)) for n, ask in turn["new"]]})
         return turn
 
     def _try(self, texts, work, *args):
@@ -278,7 +262,8 @@ class Engine:
         self._reading.append(text) if in_parts else self._prepare(text)
 
     def _read(self, text):
-        """Read the next part of a prompt."""
+        """Read the next part of a prompt; the other prompts are read before the one after it."""
+        self._reading.rotate(-1)
         step = PART if len(self._texts) > 1 else self.model.args.prefill_step_size
         end = min(text.prompt_size - 1, text.read + (SCORED if text.scores else step))
         end = min([end, *(cut for cut in text.cuts if cut > text.read)])
@@ -288,7 +273,6 @@ class Engine:
         text.read = end
         if kind := text.cuts.get(end):
             self.prompts.keep(text.tokens[:end], text.cache, kind)
-        text.tell(Progress(end, text.prompt_size))
         if not text.rest:
             self._reading.remove(text)
             self._prepare(text)
@@ -389,6 +373,7 @@ class Engine:
     def _end(self, text, keeps=True):
         """Take a text out of all queues; keep its cache for prompts that begin like it."""
         self._texts.pop(text.number, None)
+        self._tells.pop(text.number, None)
         tokens, cache = text.tokens[: text.read], text.cache
         if text.uid is not None:
             del self._in_batch[text.uid]
