@@ -81,10 +81,10 @@ class _Text:
         piece = self._detokenizer.last_segment
         self._decoded += len(piece)
         text = self._stops.add(piece)
+        if finish:
+            text += self._stops.end()
         if self._stops.found:
             finish = "stop"
-        elif finish:
-            text += self._stops.end()
         self._told += len(text)
         tokens = []
         whole = finish and not self._stops.found
