@@ -104,7 +104,7 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
     def ask(_):
         prompt, text = rng.choice([*zip(PROMPTS, texts)])
         stops = [text[a : a + rng.randint(1, 9)] for a in rng.sample(range(len(text)), 3)]
-        stops = stops[: rng.randint(1, 3)] + ["no such text"]
+        stops = ["no such text", *stops[: rng.randint(1, 3)]]
         parts = client.completions.create(
             prompt=prompt, stop=stops, stream=rng.random() < 0.5, **DEFAULT
         )
