@@ -28,7 +28,7 @@ from starlette.routing import Route
 
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
-from .ask import Part, Refused
+from .ask import Refused
 
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
 KEEPALIVE_S = 10  # between the comments in a stream that has nothing to say
@@ -164,12 +164,12 @@ class _Endpoint:
                 event, index = await _next(told, KEEPALIVE_S if stream else None)
                 if event is None:
                     await stream.write(b": keepalive\n\n")
-                if isinstance(event, Part):
-                    part = asked.splitters[index].add(event)
-                    texts[index].append(part)
-                    left -= event.finish is not None
-                    if stream:
-                        await stream.write(*asked.part(index, part))
+                    continue
+                part = asked.splitters[index].add(event)
+                texts[index].append(part)
+                left -= event.finish is not None
+                if stream:
+                    await stream.write(*asked.part(index, part))
             return [_sum(parts) for parts in texts]
         finally:
             for number in numbers:
