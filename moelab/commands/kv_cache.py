@@ -280,10 +280,9 @@ class PromptFiles:
 def _made_by(args, config, path):
     """A hash of what decides the numbers in a text's caches: files by size and time, options."""
     folders = [Path(folder) for folder in (path, args.adapter_path, args.draft_model) if folder]
-    files = [
-        f for folder in folders for f in [*folder.glob("*.safetensors"), *folder.glob("*.json")]
-    ]
-    stats = sorted((str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    files = [f for folder in folders for f in folder.glob("*") if f.is_file()]
+    files = sorted(f.resolve() for f in files if f.suffix in (".safetensors", ".json"))
+    stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     options = [args.draft_model, args.kv_bits, args.kv_group_size, args.quantized_kv_start]
     config = config.resolved()
     options += [config.top_k, config.dtype, config.kernels, str(mx.default_device())]

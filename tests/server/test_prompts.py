@@ -195,6 +195,9 @@ def test_the_caches_of_a_draft(name, tmp_path):
     wanted, got = (write(text, cache) for cache in caches)
     assert wanted == got and any(drafted for _, drafted in got)
     assert cached(restored(tmp_path), known) == [0]  # without the draft
+    if name != "lookup":
+        changed(narrower)(*tmp_path.iterdir())
+        assert cached(restored(tmp_path, draft=name), known) == [0]
 
 
 def test_the_newest_within_the_limits(tmp_path):
@@ -203,6 +206,7 @@ def test_the_newest_within_the_limits(tmp_path):
     assert cached(restored(tmp_path, 2), *TEXTS) == [0, 0, 58, 57]
     nbytes = files[0].stat().st_size
     assert cached(restored(tmp_path, 10, nbytes + nbytes // 2), *TEXTS) == [0, 0, 0, 57]
+    assert len(files_of(tmp_path).read(10, nbytes + nbytes // 2)) == 1  # others are not read at all
     assert cached(restored(tmp_path, 0), *TEXTS) == [0] * 4
     # The oldest is forgotten for a new one; the others are not written again.
     again = saved(tmp_path, TEXT[9:], size=4)
@@ -245,6 +249,10 @@ def a_folder(file):
 
 def smaller(cache, about):
     cache[0].cache[1] = cache[0].cache[1][:, :-1]
+
+
+def narrower(cache, about):
+    cache[-1].keys = cache[-1].keys[..., :-1]
 
 
 def shorter(cache, about):
