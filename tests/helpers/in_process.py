@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import contextmanager
-from functools import partial
 
 import openai
 import pytest
@@ -10,32 +9,34 @@ from serving import Served
 
 from moelab import DATA
 from moelab.__main__ import main
-from moelab.commands import serve
+from moelab.commands.server import http
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
 
 
 @contextmanager
-def listening(generator):
-    """The address of a server in this process, whose answers come from ``generator``."""
-    with serve.Server("127.0.0.1", 0) as server:
-        server.RequestHandlerClass = partial(serve.Handler, generator)
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+def listening(app, engine):
+    """The address of a server in this process."""
+    with http.listen("127.0.0.1", 0) as listens:
+        url = "http://127.0.0.1:{1}/v1".format(*listens.getsockname())
+        server = http.Server(app, engine, listens)
+        thread = threading.Thread(target=server.run, args=([listens],))
         thread.start()
         try:
-            yield "http://127.0.0.1:{1}/v1".format(*server.server_address)
+            yield url
         finally:
-            server.shutdown()
+            server.should_exit = True
             thread.join()
 
 
 def started(*options, model=MODEL):
-    """The command's status and, if that is 0, what computes its answers."""
+    """The command's status and, if that is 0, the application and the engine that it made."""
     made = [None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve.Server, "answer", lambda self, generator: made.append(generator))
-        return main(["serve", str(model), "--port", "0", *options]), made[-1]
+        patch.setattr(http.Server, "answer", lambda self: made.append(self))
+        code = main(["serve", str(model), "--port", "0", *options])
+    return code, made[-1] and (made[-1].config.app, made[-1].engine)
 
 
 class Here(Served):
@@ -48,8 +49,8 @@ class Here(Served):
 
 @contextmanager
 def serving(*options, **model):
-    code, generator = started(*options, **model)
+    code, made = started(*options, **model)
     assert code == 0
-    with listening(generator) as url:
+    with listening(*made) as url:
         yield Here(url)
-    generator.stop_and_join()
+    made[1].stop()
