@@ -3,11 +3,10 @@
 import json
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import NamedTuple
 from uuid import uuid4
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -65,59 +64,60 @@ class Delta:
 
 
 class Splitter:
-    """Splits a text, in whatever pieces it comes, into reasoning, tool calls and the rest.
+    """Splits a text, in whatever pieces it comes, into reasoning, calls of ``tools`` and the rest.
 
-    ``state`` is where its prompt ends; in the state "text" nothing is split. Calls are parsed if
-    there are ``tools``. What is no call, or what ``max_tokens`` cut, is read on as text.
+    ``state`` is where its prompt ends; in the state "text" nothing is split. What is no call, or
+    what ``max_tokens`` cut, is read on as text.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list[dict] | None, state: str):
         self._tokenizer, self._tools, self._ids, self._called = tokenizer, tools, set(), False
-        self._machine = make_text_state_machine(tokenizer if tools else _without_calls(tokenizer))
-        self._state, self._before, self._held = self._machine.make_state(state), state, ""
+        self._machine, self._before, self._held = make_text_state_machine(tokenizer), state, ""
+        self._state = self._machine.make_state(state)
 
     def add(self, part: Part) -> Delta:
         """Return what the part adds to the answer; after the last one nothing is held."""
         delta = Delta(tokens=[*part.tokens], prompt=[*part.prompt], usage=part.usage)
-        for character in part.text:  # each alone: after a call that is none, the state is another
-            before = self._state[0]
-            self._state, text, now = TextStateMachine.step(self._state, character)
-            self._put(delta, before, text)
-            if now != before:
-                if before == "tool":
-                    self._end_call(delta, self._tokenizer.tool_call_end)
-                self._before, self._held = before, ""
+        for character in part.text:  # each alone: after what is no call, the state is another
+            self._take(delta, *self._machine.step(self._state, character))
         if part.finish:
-            self._state, text, now = TextStateMachine.flush(self._state)
-            self._put(delta, now, text)
-            if now == "tool":
-                self._end_call(delta, "", is_cut=part.finish == "length")
+            self._take(delta, *self._machine.flush(self._state))
+            if self._state[0] == "tool":
+                self._end_call(delta, "", is_call=part.finish == "stop")
             delta.text, self._held = delta.text + self._held, ""
         delta.finish = "tool_calls" if self._called and part.finish == "stop" else part.finish
         return delta
 
-    def _put(self, delta, state, text):
-        """Add text of a state; that of calls, and of headers between messages, is held."""
-        if state == "reasoning":
-            delta.reasoning += text
-        elif state in ("normal", "text"):
+    def _take(self, delta, state, text, now):
+        """Put the text that was read in the state before; the next state's name is ``now``."""
+        before, self._state = self._state[0], state
+        if before in ("normal", "text"):
             delta.text += text
-        else:
+        elif before == "reasoning":
+            delta.reasoning += text
+        else:  # a call, or a header between messages
             self._held += text
+        if now != before:
+            if before == "tool":
+                self._end_call(delta, self._tokenizer.tool_call_end)
+            self._before, self._held = before, ""
+            if now == "tool" and not self._tools:
+                self._end_call(delta, "", is_call=False)
 
-    def _end_call(self, delta, end, is_cut=False):
-        """Parse the held text; what is no call is read again, markers too, as without tools."""
+    def _end_call(self, delta, end, is_call=True):
+        """Parse the held text; what is no call is read again, as text of the state before it."""
         text, self._held, calls = self._held, "", []
         with suppress(Exception):  # mlx-lm's parsers raise all kinds
-            calls = [] if is_cut else self._parse(text)
+            calls = self._parse(text) if is_call else []
         self._called |= bool(calls)
         delta.calls += calls
         if not calls:
-            before = "reasoning" if self._before == "reasoning" else "normal"
-            plain = Splitter(self._tokenizer, None, before)
-            read = plain.add(Part(self._tokenizer.tool_call_start + text + end, finish="stop"))
-            delta.text, delta.reasoning = delta.text + read.text, delta.reasoning + read.reasoning
-            self._state = self._machine.make_state(plain._state[0])
+            thinks, start = self._before == "reasoning", self._tokenizer.tool_call_start
+            rest = Splitter(self._tokenizer, None, "reasoning" if thinks else "normal")
+            read = rest.add(Part(text + end, finish="stop"))
+            delta.text += start * (not thinks) + read.text
+            delta.reasoning += start * thinks + read.reasoning
+            self._state = self._machine.make_state(rest._state[0])
 
     def _parse(self, text):
         """Return the calls; raise an error if one has no name or if arguments are no object."""
@@ -133,17 +133,6 @@ class Splitter:
             f"{number}{name}{given}".encode()  # an error for half a character, as in "\ud800"
             calls.append(Call(number, name, given))
         return calls
-
-
-def _without_calls(tokenizer):
-    """Return what the state machine needs to know of a tokenizer, but for tool calls."""
-    names = ("has_thinking", "think_start", "think_end", "structural_markers")
-    edges = tokenizer.response_transitions.items()
-    return SimpleNamespace(
-        has_tool_calling=False,
-        response_transitions={s: [e for e in to if e[1] != "tool"] for s, to in edges},
-        **{name: getattr(tokenizer, name) for name in names},
-    )
 
 
 def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:

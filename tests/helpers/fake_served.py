@@ -1,0 +1,53 @@
+"""What a dialect is given of the served model, without a model; and official types, strictly."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pydantic
+from mlx_lm.utils import load_tokenizer
+
+from moelab import DATA
+
+MODEL = DATA / "models/tiny-moe"
+ARGS = {  # of the command line
+    "model": str(MODEL),
+    "draft_model": None,
+    "adapter_path": None,
+    "max_tokens": 512,
+    "temp": 0.0,
+    "top_p": 1.0,
+    "sampling_top_k": 0,
+    "min_p": 0.0,
+    "num_draft_tokens": "auto",
+    "chat_template_args": {},
+}
+
+
+@cache
+def tokenizer():
+    return load_tokenizer(MODEL)
+
+
+def fake_served(**args):
+    """The model tiny-moe, with these arguments on the command line."""
+    args = SimpleNamespace(**ARGS | args)
+    return SimpleNamespace(
+        tokenizer=tokenizer(), name="tiny-moe", size=8192, args=args, has_states=False
+    )
+
+
+def parsed(kind, value, may_have=()):
+    """Check a value by a type of an official client, which has all its fields, and return it."""
+    made = kind.model_validate(value, strict=True)
+    _check(made, set(may_have))
+    return made
+
+
+def _check(value, may_have):
+    if isinstance(value, pydantic.BaseModel):
+        assert not (value.model_extra or {}).keys() - may_have, value
+        for name in type(value).model_fields:
+            _check(getattr(value, name), may_have)
+    elif isinstance(value, list):
+        for item in value:
+            _check(item, may_have)
