@@ -16,8 +16,7 @@ from small import small
 import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
-from moelab.commands import cache_prompt as cache_prompt_command
-from moelab.commands import generate
+from moelab.commands import generate, kv_cache
 from moelab.commands.kv_cache import open_prompt_cache
 from moelab.speculation.drafts import LookupDraft
 
@@ -293,7 +292,7 @@ def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(command, tmp_pa
     link.symlink_to(file)
     command(*make, "import")
     old = file.read_bytes()
-    save = cache_prompt_command.save_prompt_cache
+    save = kv_cache.save_prompt_cache
 
     def save_half(name, *args):
         save(name, *args)
@@ -301,7 +300,7 @@ def test_a_prompt_cache_is_replaced_when_the_new_one_is_complete(command, tmp_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(cache_prompt_command, "save_prompt_cache", save_half)
+        m.setattr(kv_cache, "save_prompt_cache", save_half)
         assert command(*make, "from", code=130) == "interrupted"
     assert sorted(tmp_path.iterdir()) == [link, file] and file.read_bytes() == old
     command(*make, "from")

@@ -7,17 +7,16 @@ from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import StreamConfig, load
-from ..checkpoint import describe
 from ..prompt import encode, render
 from ..speculation.target import vocabulary
 from ..streaming.session import session_of
 from . import arguments
 from .argument_types import not_empty, prompt_text
-from .kv_cache import check_kv_cache, checksum, quantized_given
+from .kv_cache import check_kv_cache, quantized_given, write_prompt_cache
 from .stream_options import add_stream_options, say_plan, streaming_given
 
 MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
@@ -51,15 +50,7 @@ def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
         ):
             pass
         metadata = {"model": args.model, "tokenizer_config": json.dumps(known)}
-        metadata["checksum"] = checksum(cache, metadata)
-    beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
-    try:
-        save_prompt_cache(str(beside), cache, metadata)
-        os.replace(beside, file)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
-    finally:
-        beside.unlink(missing_ok=True)
+        write_prompt_cache(file, cache, metadata)
     return len(ids)
 
 

@@ -39,18 +39,23 @@ def open_draft(draft: str | Path | None, kernels: str = "auto") -> Draft | None:
     return ModelDraft(model)
 
 
+def read_zeros(draft: Draft, caches: list) -> None:
+    """Let a draft that has a model read two tokens into caches, and evaluate nothing."""
+    if isinstance(draft, DFlashDraft):
+        args = draft.model.args
+        values = len(args.target_layer_ids) * args.hidden_size
+        draft.model.extend(mx.zeros((1, 2, values)), caches)
+    else:
+        draft.model(mx.zeros((1, 2), mx.int32), cache=caches)
+
+
 def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
     """Reserve the draft's memory in its target's configuration, so that slots leave it free."""
     model = getattr(draft, "model", None)  # a lookup has no model and keeps only a text's tokens
     if model is None or not config.asks_for_slots:
         return config
     caches = draft.make_cache()
-    if isinstance(draft, DFlashDraft):
-        args = model.args
-        values = len(args.target_layer_ids) * args.hidden_size
-        model.extend(mx.zeros((1, 2, values)), caches)
-    else:
-        model(mx.zeros((1, 2), mx.int32), cache=caches)
+    read_zeros(draft, caches)
     reserved = config.reserved_nbytes + grown_nbytes(caches, config.context)
     memory = config.memory_nbytes
     if memory is not None:  # includes the draft's weights; memory that is measured no longer does

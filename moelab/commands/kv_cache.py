@@ -1,28 +1,42 @@
-"""Key-value caches, made by mlx-lm's options or read from a prompt cache file."""
+"""Key-value caches, made by mlx-lm's options, and prompt cache files that keep them."""
 
 import argparse
 import copy
+import hashlib
 import json
+import os
 import sys
+import tempfile
+import time
 import zlib
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
+    save_prompt_cache,
 )
 
 from ..checkpoint import Checkpoint, describe, read_header, try_out
+from ..speculation.drafts import Draft, TokenCache
 from ..streaming.build import build_model
 from ..streaming.config import StreamConfig
 from ..streaming.model import find
+from .drafting import read_zeros
+
+KINDS = ("assistant", "user", "system")  # of prompts in mlx-lm's LRUPromptCache
+Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, and mlx-lm's kind
 
 
 def _unread(args, config):
@@ -90,21 +104,11 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
 def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
     """Read a prompt cache file: caches, ``tokenizer_config``. Refuse a damaged or unfit one."""
     file, bits = args.prompt_cache_file, args.kv_bits
-    checkpoint, model = _unread(args, config)
+    unread = _unread(args, config)
     try:
-        held = read_header(Path(file), "make it again")
-        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+        cache, metadata = _read(Path(file), args.model, *unread)
         tokenizer_config = json.loads(metadata["tokenizer_config"])
         tokenizer_config.pop("trust_remote_code", None)  # only the user may say so, not a file
-        if held.keys() != {name for name, _ in tree_flatten([c.state for c in cache])}:
-            raise ValueError("it holds other arrays than those of its caches")
-        expected, found = metadata.get("checksum"), checksum(cache, metadata)
-        if expected not in (None, found):
-            raise ValueError(f"the file is damaged: its checksum is {found}, it was {expected}")
-        if Path(metadata["model"]).resolve() != Path(args.model).resolve():
-            raise ValueError(f"it is one of {metadata['model']}")
-        _check_caches(cache, model)
-        try_out(checkpoint, model, copy.deepcopy(cache))
     except Exception as error:  # mlx-lm's code and MLX may raise anything for a strange file
         raise ValueError(
             f"{file}: expected a prompt cache of {args.model}, as cache-prompt writes it "
@@ -123,7 +127,7 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
                 f"kv_group_size={c.group_size}, expected {bits} and {args.kv_group_size}. Leave "
                 "kv_bits out, or make it again with cache-prompt."
             )
-    if expected is None:
+    if "checksum" not in metadata:
         print(
             f"moelab: {file}: without a checksum, as mlx_lm.cache_prompt writes it: damage to its "
             "numbers would not be noticed",
@@ -132,13 +136,155 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
     return cache, tokenizer_config
 
 
-def _check_caches(caches, model):
-    """Refuse caches whose types or tokens are not those that the model has after a text."""
-    limits = {c.max_size for c in caches if isinstance(c, RotatingKVCache)}
-    for c, like in zip(caches, make_prompt_cache(model, max(limits, default=None)), strict=True):
+def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> None:
+    """Write caches, their metadata and its ``checksum``; the file is there once it is complete."""
+    metadata = metadata | {"checksum": checksum(cache, metadata)}
+    beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
+    try:
+        save_prompt_cache(str(beside), cache, metadata)
+        os.replace(beside, file)
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _read(file, name, checkpoint, model, draft=None, made=None):
+    """Read a file's caches, the draft's last, and metadata; raise anything for one that is unfit.
+
+    ``made``: what the metadata must say of how a server made it.
+    """
+    held = read_header(file, "make it again")
+    cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+    if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
+        raise ValueError("it holds other arrays than those of its caches")
+    if Path(metadata["model"]).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
+        raise ValueError(f"it is one of {metadata['model']}")
+    if made is not None and not (metadata.get("made") == made and "checksum" in metadata):
+        raise ValueError("the weights, the adapter, the draft or the options were others")
+    expected, found = metadata.get("checksum"), checksum(cache, metadata)
+    if expected not in (None, found):
+        raise ValueError(f"the file is damaged: its checksum is {found}, it was {expected}")
+    n = len(make_prompt_cache(model))
+    limits = {c.max_size for c in cache[:n] if isinstance(c, RotatingKVCache)}
+    _check_types(cache[:n], make_prompt_cache(model, max(limits, default=None)))
+    _check_types(cache[n:], _without_lookup(draft.make_cache() if draft is not None else []))
+    lengths = {c.offset for c in cache if hasattr(c, "offset")}
+    if len(lengths) > 1:
+        raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
+    tried = copy.deepcopy(cache)
+    try_out(checkpoint, model, tried[:n])
+    if tried[n:]:
+        read_zeros(draft, tried[n:])
+    return cache, metadata
+
+
+def _check_types(caches, likes):
+    """Refuse caches whose types are not those that the model has after a text."""
+    if len(caches) != len(likes):
+        raise ValueError(f"expected {len(likes)} caches, got {len(caches)}")
+    for c, like in zip(caches, likes):
         quantized = isinstance(c, QuantizedKVCache) and hasattr(like, "to_quantized")
         if type(c) is not type(like) and not quantized:
             raise ValueError(f"expected a {type(like).__name__}, got a {type(c).__name__}")
-    lengths = {c.offset for c in caches if hasattr(c, "offset")}
-    if len(lengths) > 1:
-        raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
+
+
+def _without_lookup(caches):
+    """The caches that have arrays; a lookup's is made again of the text's tokens."""
+    return [c for c in caches if not isinstance(c, TokenCache)]
+
+
+class PromptFiles:
+    """Prompt cache files that a server reads at its start and writes at its end, in one folder.
+
+    A file that is damaged, or that another model, draft or other options made, is left alone, and
+    stderr says why. A ValueError says why ``--prompt-cache-dir`` cannot be used.
+    """
+
+    NAME = "prompt-" + "[0-9a-f]" * 16
+
+    def __init__(self, args: argparse.Namespace, config: StreamConfig, draft: Draft | None = None):
+        self._name, self._unread, self._draft = args.model, _unread(args, config), draft
+        self._drafted = draft.make_cache() if draft is not None else []
+        self._folder, self._own = Path(args.prompt_cache_dir), set()
+        path, model = self._unread
+        self._about = {"model": str(path.path.resolve()), "made": _made_by(args, config, path.path)}
+        where = f"--prompt-cache-dir {self._folder}"
+        for name in {type(c).__name__ for c in make_prompt_cache(model)}:
+            if not hasattr(mlx_lm_cache, name):
+                raise ValueError(f"{where}: mlx-lm cannot read a {name} from a file. Leave it out.")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+            for half in self._folder.glob(f"{self.NAME}.*.safetensors"):
+                pid = half.name.split(".")[1]
+                if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+                    half.unlink()  # of a process that was killed while it wrote
+        except OSError as error:
+            raise ValueError(
+                f"{where}: expected a folder to write files in ({describe(error)}). Give another."
+            ) from error
+
+    def read(self, most: int, nbytes: int) -> list[Prompt]:
+        """Read the newest ``most`` prompts whose files take ``nbytes`` together; oldest first."""
+        prompts, files = [], []
+        for file in self._folder.glob(f"{self.NAME}.safetensors"):
+            with suppress(FileNotFoundError):  # another server may have deleted it
+                files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+        for _, size, file in sorted(files, reverse=True):
+            if len(prompts) == most or size > nbytes:
+                continue
+            try:
+                prompts.append(self._prompt(file))
+                nbytes -= size
+                self._own.add(file)
+            except Exception as error:  # mlx-lm's code and MLX may raise anything
+                print(f"moelab: {file}: left alone: {describe(error)}", file=sys.stderr)
+        return prompts[::-1]
+
+    def _prompt(self, file):
+        cache, about = _read(file, self._name, *self._unread, self._draft, self._about["made"])
+        tokens, kind = json.loads(about["tokens"]), about["kind"]
+        if kind not in KINDS or any(
+            getattr(c, "offset", len(tokens)) != len(tokens) for c in cache
+        ):
+            raise ValueError(f"expected caches of {len(tokens)} tokens, of {' or '.join(KINDS)}")
+        for c in self._drafted:
+            if isinstance(c, TokenCache):
+                cache.append(copy.deepcopy(c))
+                cache[-1].tokens = tokens[:]
+        return tokens, cache, kind
+
+    def write(self, prompts: Iterable[Prompt]) -> None:
+        """Write prompts, oldest first, and delete the files of others that were read or written."""
+        now, kept = time.time_ns(), {}
+        for tokens, cache, kind in prompts:
+            about = self._about | {"tokens": json.dumps(tokens), "kind": kind}
+            name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+            kept[self._folder / f"prompt-{name}.safetensors"] = _without_lookup(cache), about
+        files = [*self._own - kept.keys(), *reversed(kept)]
+        for i, file in enumerate(files):
+            try:
+                if file not in kept:
+                    file.unlink(missing_ok=True)
+                    continue
+                if file not in self._own or not file.exists():
+                    write_prompt_cache(file, *kept[file])
+                    self._own.add(file)
+                os.utime(file, ns=(now - i, now - i))  # by which ``read`` finds the newest
+            except (OSError, ValueError) as error:
+                print(f"moelab: {file}: {describe(error)}", file=sys.stderr)
+
+
+def _made_by(args, config, path):
+    """A hash of what decides the numbers in a text's caches: files by size and time, options."""
+    folders = [Path(folder) for folder in (path, args.adapter_path, args.draft_model) if folder]
+    files = [
+        f for folder in folders for f in [*folder.glob("*.safetensors"), *folder.glob("*.json")]
+    ]
+    stats = sorted((str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files)
+    options = [args.draft_model, args.kv_bits, args.kv_group_size, args.quantized_kv_start]
+    config = config.resolved()
+    options += [config.top_k, config.dtype, config.kernels, str(mx.default_device())]
+    return hashlib.sha256(json.dumps([stats, options]).encode()).hexdigest()

@@ -1,228 +1,150 @@
-"""The command ``serve``: mlx-lm's HTTP server with a streamed model (``answers``).
-
-Requests that arrive together are computed as one batch; with a draft, ``--kv-bits`` or caches that
-cannot be merged, one after another. mlx-lm's handler answers, ours checks requests and clients.
-"""
+"""The command ``serve``: a streamed model behind OpenAI's and Anthropic's APIs (``server``)."""
 
 import argparse
-import io
-import json
 import logging
-import os
-import re
-import select
 import signal
-import socket
 import sys
-import time
-from contextlib import nullcontext, suppress
-from functools import partial
-from http.server import ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 
-from mlx_lm import server
+from mlx_lm.generate import make_stop_sequences
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..speculation.target import vocabulary
 from ..streaming.config import StreamConfig
-from ..streaming.plan import memory_now
+from ..streaming.model import close, find, load
+from ..streaming.plan import plan
 from ..streaming.ranks import joined
 from ..streaming.room import RESERVE_NBYTES
 from ..streaming.session import session_of
 from . import arguments
-from . import request_checks as checks
-from .answers import GRACE_S, SEAMS, Generator, Prompts, Provider
 from .argument_types import at_least, json_object, nbytes, not_empty, positive
-from .stream_options import add_stream_options, streaming_given
+from .drafting import leave_room, open_draft
+from .kv_cache import PromptFiles, check_kv_cache, quantized_given
+from .stream_options import add_stream_options, say_plan, streaming_given
 
-SILENT_S = 30  # a client that sends or takes nothing for so long is dropped
+TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
+LEAST_SHARE = 0.5  # a short text's caches count as this part of those of ``context`` tokens
 
 
-class Handler(server.APIHandler):
-    """One request over HTTP."""
+class Model:
+    """The model that is served, its draft, and how many texts there is memory for."""
 
-    timeout = SILENT_S
-    _begun = False  # whether the answer's headers were sent
-
-    def do_POST(self):
+    def __init__(self, args: argparse.Namespace, config: StreamConfig, group=None):
+        self.args, folder = args, Path(args.model)
+        # The model's name in requests and answers: that of its folder, or that on the Hub.
+        self.name = folder.resolve().name if folder.is_dir() else args.model
+        check_kv_cache(args, config)
+        loading = arguments.loading_given(args)
+        if args.chat_template:
+            loading["tokenizer_config"]["chat_template"] = args.chat_template
+        # The draft comes before the model, whose slots take the memory that is left.
+        self.draft = open_draft(args.draft_model, config.kernels)
+        path = find(args.model)
+        config = self._with_room(path, leave_room(config, self.draft))
+        self.model, self.tokenizer = load(path, config, group=group, **loading)
+        session = session_of(self.model)
+        self.plan, self.ranks = session.plan, session.ranks
         try:
-            self.rfile = io.BytesIO(self._body())  # mlx-lm reads the request from there
-            origin = self.headers.get("Origin")
-            checks.check_origin(origin, self.response_generator.cli_args.allowed_origins)
-            super().do_POST()
-        except (ConnectionError, TimeoutError):
+            if self.draft is not None:
+                self.draft.bind(self.model)  # refuses a draft that does not fit
+            if args.use_default_chat_template and self.tokenizer.chat_template is None:
+                raise ValueError(
+                    f"serve: --use-default-chat-template: the tokenizer of {args.model} has none. "
+                    "Give one with --chat-template."
+                )
+        except ValueError:
+            self.close()
             raise
-        except Exception as error:
-            self._refuse(error)
+        say_plan(self.model)
+        args.prefill_step_size = session.room.step(args.prefill_step_size)
+        self.quantized = quantized_given(args)
+        caches = make_prompt_cache(self.model)
+        can_merge = all(hasattr(c, "merge") for c in caches)
+        self.is_batchable = can_merge and self.draft is None and args.kv_bits is None
+        # No token can be taken back from a recurrent state, so states are kept where texts part.
+        self.has_states = not can_trim_prompt_cache(caches)
+        self.size = vocabulary(self.model)
+        self.ends = make_stop_sequences(self.tokenizer)
+        self.most_texts = args.decode_concurrency
+        self._room = None  # texts of ``context`` tokens for whose caches there is memory
+        if self.plan is not None and self.plan.caches_nbytes and args.kv_bits is None:
+            room = max(1, self.plan.all_caches_nbytes // self.plan.caches_nbytes)
+            self._room = min(self.ranks.gather(room)) if self.ranks else room
+            self.most_texts = min(self.most_texts, int(self._room / LEAST_SHARE))
 
-    def _body(self):
-        """Read the request's body; drop one that ``check_size`` refuses, and raise its error."""
-        length = self.headers.get("Content-Length", "")
-        size = int(length) if re.fullmatch("[0-9]{1,18}", length) else 0  # mlx-lm refuses others
-        takes_images = self.response_generator.model_provider.processor is not None
-        try:
-            checks.check_size(size, takes_images, memory_now()[1])
-        except Exception:
-            # Read on: a client that still sends would lose the answer.
-            while got := self.rfile.read(min(size, 1 << 20)):
-                size -= len(got)
-            raise
-        return self.rfile.read(size)
+    def _with_room(self, path, config):
+        """Reserve memory for several texts: as many as the command line says, or as fit."""
+        args = self.args
+        if self.draft is not None or not config.asks_for_slots or args.kv_bits is not None:
+            return config
+        alone = plan(path, config, trust_remote_code=args.trust_remote_code)
+        more = args.decode_concurrency - 1
+        if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
+            # Leave out one text that would fit, since the available memory changes.
+            slots = (alone.prompt_slots - alone.top_k) * sum(alone.expert_nbytes)
+            free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
+            free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
+            more = min(more, free // alone.caches_nbytes)
+        return replace(config, reserved_nbytes=more * alone.caches_nbytes)
 
-    def _refuse(self, error):
-        """Answer with an error, in the stream if that has begun."""
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        logging.error(text)
-        answer = json.dumps({"error": text})
-        if self._begun:
-            answer = f"data: {answer}\n\n"
-        else:
-            self._headers_buffer = []
-            self._set_completion_headers(checks.status_of(error))
-            self.end_headers()
-        self.wfile.write(answer.encode())
+    def fits(self, sizes: list[int]) -> bool:
+        """Whether there is memory for the caches of texts with so many tokens."""
+        if self._room is None:
+            return True
+        return sum(max(LEAST_SHARE, n / self.plan.context) for n in sizes) <= self._room
 
-    def send_response(self, code, message=None):
-        """Begin an answer; where mlx-lm answers an error with 404, give the error's own status."""
-        error = sys.exception()
-        if code == 404 and error is not None:
-            logging.error("%s: %s", type(error).__name__, error)
-            code = checks.status_of(error)
-        super().send_response(code, message)
+    def make_cache(self, drafted: bool = True) -> list:
+        """New caches of the model and, if ``drafted``, of its draft."""
+        drafted = drafted and self.draft is not None
+        return make_prompt_cache(self.model) + (make_prompt_cache(self.draft) if drafted else [])
 
-    def end_headers(self):
-        super().end_headers()
-        self._begun = True
-
-    def handle_models_request(self):
-        """Answer with a list of the one served model or, if its name is asked for, with itself."""
-        name = self.response_generator.model_provider.name
-        model = {"id": name, "object": "model", "created": self.created, "owned_by": "moelab"}
-        asked = unquote(urlsplit(self.path).path.removeprefix("/v1/models").strip("/"))
-        if asked not in ("", name):
-            said = f"expected the model {name!r}, got {asked[:100]!r}"
-            return self._refuse(checks.Refused(said, 404))
-        self._set_completion_headers()
-        self.end_headers()
-        answer = model if asked else {"object": "list", "data": [model]}
-        self.wfile.write(json.dumps(answer).encode())
-
-    def validate_model_parameters(self) -> None:
-        """Run mlx-lm's checks, then check the fields that mlx-lm does not check or know."""
-        provider, args = self.response_generator.model_provider, self.response_generator.cli_args
-        drafted = self.num_draft_tokens
-        if drafted == checks.AUTO:
-            self.num_draft_tokens = 0
-        try:
-            super().validate_model_parameters()
-        except (TypeError, OverflowError) as error:
-            raise ValueError("logit_bias must be a dict of int to float") from error
-        self.num_draft_tokens = drafted
-        checks.check_body(self.body, provider.processor is not None)
-        for name in checks.FLOATS:
-            setattr(self, name, float(getattr(self, name)))
-        checks.check_name("model", self.requested_model, provider.name, args.model)
-        checks.check_name("draft_model", self.requested_draft_model, args.draft_model)
-        checks.check_name("adapters", self.adapter, args.adapter_path, None)
-        self.requested_model, self.requested_draft_model = provider.name, checks.DEFAULT
-        self.adapter = None
-
-    def handle_completion(self, request, stop_words):
-        request.check_client = self._check_client
-        super().handle_completion(request, stop_words)
-
-    def _check_client(self):
-        """Raise ConnectionAbortedError if the client has hung up; mlx-lm notices when it writes."""
-        poll = select.poll()
-        poll.register(self.connection, select.POLLIN)
-        # Poll first: on a socket with a timeout, ``recv`` waits if nothing has come.
-        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionAbortedError("it closed the connection")
-
-
-class Server(ThreadingHTTPServer):
-    """Listens once it is made, so that a busy port is reported before a model is loaded."""
-
-    request_queue_size = 1024  # clients that wait to be accepted; with 5 some are reset
-
-    def __init__(self, host: str, port: int):
-        self._check = lambda: None
-        try:
-            self.address_family, *_, address = socket.getaddrinfo(
-                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            super().__init__(address, Handler)
-        except (OSError, OverflowError) as error:
-            raise ValueError(
-                f"serve: cannot listen at --host {host} --port {port}: {error}. Give another."
-            ) from error
-
-    def service_actions(self):
-        self._check()
-
-    def handle_error(self, request, client_address):
-        error = sys.exception()
-        if isinstance(error, ConnectionError):
-            logging.info("Client %s has gone: %s", client_address[0], error)
-        else:
-            logging.error("%s: %s", type(error).__name__, error)
-
-    def answer(self, generator: Generator) -> None:
-        """Answer requests until Ctrl-C."""
-        self.RequestHandlerClass, self._check = partial(Handler, generator), generator.check
-        host, port = self.server_address[:2]
-        host = f"[{host}]" if ":" in host else host
-        print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
-        before = signal.signal(signal.SIGINT, _ctrl_c)
-        try:
-            with suppress(KeyboardInterrupt):
-                self.serve_forever()
-        finally:
-            generator.stop_and_join()
-            pressed = signal.getsignal(signal.SIGINT) is not _ctrl_c
-            signal.signal(signal.SIGINT, signal.SIG_IGN if pressed else before)
-
-
-def _ctrl_c(*_):
-    """End the server at the first Ctrl-C and ignore more for some seconds.
-
-    MLX aborts a process that ends before its threads do. If the server takes longer, one more
-    Ctrl-C ends it at once.
-    """
-    patience = time.monotonic() + 2 * GRACE_S
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130) if time.monotonic() > patience else None)
-    raise KeyboardInterrupt
+    def close(self) -> None:
+        close(self.model)
 
 
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
-    if missing := [name for name in SEAMS if not hasattr(server.ResponseGenerator, name)]:
+    try:
+        from .server import http
+        from .server.completions import Chat, Completions
+        from .server.engine import Engine
+        from .server.prompts import Prompts
+    except ImportError as error:
         raise ValueError(
-            f"serve: mlx-lm {server.__version__} has no server.ResponseGenerator.{missing[0]}, "
-            "which this command builds on. Install mlx-lm 0.32."
-        )
+            f"serve: expected the packages of moelab[serve], {error.name} is missing: pip install "
+            "'moelab[serve]'"
+        ) from error
     group = joined()
     follows = group is not None and group.rank() > 0
     level = "ERROR" if follows else args.log_level
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
-    server.maybe_set_recommended_wired_limit()
-    with nullcontext() if follows else Server(args.host, args.port) as listening:
-        provider = Provider(args, config, group)
-        provider.load_default()  # an error here ends the command
-        generator = Generator(provider, _prompts(provider, args))
+    maybe_set_recommended_wired_limit()
+    with nullcontext() if follows else http.listen(args.host, args.port) as listening:
+        model = Model(args, config, group)
+        free = _prompt_memory(model, args)
+        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
+        if args.prompt_cache_dir and not follows:
+            prompts.restore(PromptFiles(args, config, model.draft))
+        engine = Engine(model, prompts)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
-            generator.join()
-            generator.check()
+            engine.join()
+            engine.check()
         else:
-            listening.answer(generator)
+            dialects = (Chat, Completions)
+            app = http.app(engine, model, dialects, args.allowed_origins)
+            http.Server(app, engine, listening).answer()
 
 
-def _prompts(provider, args):
-    """Make the store of earlier prompts, with the memory that other texts and the draft leave."""
-    plan, ranks = session_of(provider.model).plan, provider.ranks
+def _prompt_memory(model, args):
+    """The memory of kept prompts, and what they leave free for others."""
+    plan, ranks = model.plan, model.ranks
     if args.prompt_cache_bytes is None:
         # The other texts may need their caches all at once.
-        texts = args.prompt_concurrency + args.decode_concurrency - 2
-        texts *= provider.is_batchable and args.kv_bits is None
+        texts = (args.decode_concurrency - 1) * model.is_batchable
         args.prompt_cache_bytes = (
             max(0, plan.all_caches_nbytes - texts * plan.caches_nbytes) if plan else sys.maxsize
         )
@@ -230,15 +152,15 @@ def _prompts(provider, args):
         args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
         arguments.compare_arguments(ranks, args)
     # Prompts leave free what is reserved for caches, and what ``Room`` keeps free in each call.
-    free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
-    return Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
+    return plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.usage = "python -m moelab serve [options] MODEL"
     parser.description = (
-        "mlx-lm's HTTP server, with the experts on disk. By default only this machine may ask."
+        "An HTTP server for clients of OpenAI's and Anthropic's APIs, with the experts on disk. By "
+        "default only this machine may ask."
     )
     arguments.add_model(parser)
     who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
@@ -257,6 +179,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
     size = "their memory, as in 2GB (default: what slots auto leaves)"
     parser.add_argument("--prompt-cache-bytes", type=nbytes(), metavar="SIZE", help=size)
+    where = "keep them here when the server ends, for its next start"
+    parser.add_argument("--prompt-cache-dir", type=not_empty, metavar="DIR", help=where)
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
     arguments.add_hidden(parser, "--chat-template", default="")
     arguments.add_hidden(parser, "--chat-template-args", type=json_object, default={})
@@ -272,6 +196,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    config = streaming_given(args)
-    args.top_k = args.sampling_top_k  # the name in mlx-lm's server
-    serve(args, config)
+    serve(args, streaming_given(args))

@@ -51,14 +51,14 @@ class Chooser:
 
         yield choose if self._random or self._processors else greedy_sampler
         if self._random:
-            _seed(before)
+            set_state(before)
 
     def commit(self, tokens: mx.array) -> None:
         """Accept ``tokens``, with which the last call's choices begin."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):
-            _seed(self._keys[tokens.size - 1])
+            set_state(self._keys[tokens.size - 1])
 
     def _rows(self, logits, following):
         if not self._random and not self._processors:
@@ -78,7 +78,8 @@ class Chooser:
         return mx.concatenate(tokens), mx.concatenate(logprobs)
 
 
-def _seed(key: mx.array) -> None:
-    # mx.random.state cannot be set. Seeding with the key's two 32-bit halves gives the same state.
+def set_state(key: mx.array) -> None:
+    """Let mx.random go on from ``key`` [2], a former ``mx.random.state[0]``."""
+    # It cannot be assigned. Seeding with the key's two 32-bit halves gives the same state.
     high, low = key.tolist()
     mx.random.seed(high << 32 | low)

@@ -69,6 +69,8 @@ def test_several_texts(kind, usual):
     texts = asks(kind, usual, n=3, seed=2**64 - 2)
     assert [ask.seed for ask in texts] == [2**64 - 2, 2**64 - 1, 0]
     assert [ask.seed for ask in asks(kind, usual, n=2)] == [None, None]
+    with pytest.raises(Refused, match="n: expected at most 1024 texts"):
+        asks(CompletionRequest, {"prompt": ["x"] * 300}, n=4)
 
 
 @both
@@ -117,7 +119,7 @@ def test_logprobs():
 
 NAN, HUGE = float("nan"), 10**400  # beyond float64
 BAD = {  # values that are refused
-    "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192], ["x"] * 1025, "\ud800"],
+    "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192], "\ud800"],
     "messages": [5, None, [], ["hi"], [{}], [{"role": 5}], {"role": "user"}],
     "max_tokens": [-1, 1.5, True, HUGE, 2**31],
     "max_completion_tokens": [0, "5"],
@@ -162,4 +164,5 @@ def test_a_bad_field(field):
             asks(kind, usual | {field: value})
         said = str(refused.value)
         assert "surrogates" in said if value == "\ud800" else said.startswith(refused.value.param)
-        assert field.startswith(getattr(refused.value, "param", "")[:40]) and len(said) < 400
+        param = getattr(refused.value, "param", field)
+        assert field.startswith(param[:40]) and len(said) < 400 and len(param) < 200

@@ -341,12 +341,25 @@ def test_bytes_of_byte_level_tokens(hf, wrapped):
 
 
 def test_bytes_of_sentencepiece_tokens():
-    pieces = ["<unk>", "<s>", "▁", "▁▁▁", "▁def", "é", "ing", "<0x0A>", "<0xF0>", "<0x9F>", "�"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "▁",
+        "▁▁▁",
+        "▁def",
+        "é",
+        "ing",
+        "<0x0A>",
+        "<0x20>",
+        "<0xF0>",
+        "<0x9F>",
+        "�",
+    ]
     tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
     hf.add_special_tokens({"bos_token": "<s>"})
-    expected = ["<unk>", "<s>", " ", "   ", " def", "é", "ing", "\n", b"\xf0", b"\x9f", "�"]
+    expected = ["<unk>", "<s>", " ", "   ", " def", "é", "ing", "\n", " ", b"\xf0", b"\x9f", "�"]
     expected = [e if isinstance(e, bytes) else e.encode() for e in expected]
     assert [token_bytes(hf, i) for i in range(len(pieces))] == expected

@@ -1,6 +1,6 @@
 """What the parts of the server say to each other: a text to write, and what was written of it."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -28,8 +28,6 @@ class Ask:
     # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
 
-    json = asdict
-
 
 class Token(NamedTuple):
     """A token that was read or chosen."""
@@ -45,13 +43,6 @@ class Usage(NamedTuple):
     prompt: int
     cached: int  # of the prompt, not read again
     completion: int
-
-
-class Progress(NamedTuple):
-    """How many of a prompt's tokens are read."""
-
-    done: int
-    total: int
 
 
 class Part(NamedTuple):

@@ -55,38 +55,30 @@ class Chat:
         said = {} if index in self._told else begun
         said |= {"content": delta.text} if delta.text else {}
         said |= {"reasoning": delta.reasoning} if delta.reasoning else {}
-        self._told.setdefault(index, 0)
-        for call in delta.calls:
+        told = self._told.get(index, 0)
+        for number, call in enumerate(delta.calls, told):
             function = {"name": call.name, "arguments": call.arguments}
             made = {"id": call.id, "type": "function", "function": function}
-            made |= {"index": self._told[index]} if self.stream else {}
+            made |= {"index": number} if self.stream else {}
             said.setdefault("tool_calls", []).append(made)
-            self._told[index] += 1
-        scores = {"content": self._scores(delta.tokens), "refusal": None}
-        choice = {"index": index, "delta" if self.stream else "message": said}
-        choice["logprobs"] = scores if self.request.logprobs else None
-        return choice | {"finish_reason": delta.finish}
+        self._told[index] = told + len(delta.calls)
+        scores = {"content": [self._score(*token) for token in delta.tokens], "refusal": None}
+        scores = None if self.asks[index].logprobs is None else scores
+        name = "delta" if self.stream else "message"
+        return {"index": index, name: said, "logprobs": scores, "finish_reason": delta.finish}
 
-    def _scores(self, tokens):
-        return [
-            self._score(t.id, t.logprob) | {"top_logprobs": [self._score(*top) for top in t.top]}
-            for t in tokens
-        ]
-
-    def _score(self, token, logprob):
-        text = token_bytes(self.tokenizer, token)
+    def _score(self, token, logprob, top=None):
+        """Make OpenAI's form of a token, its log probability and the likeliest tokens."""
+        data = token_bytes(self.tokenizer, token)
         score = None if logprob is None else max(LEAST, logprob)  # in this order of nan, too
-        return {"token": text.decode(errors="backslashreplace"), "bytes": [*text], "logprob": score}
+        row = {"token": data.decode(errors="backslashreplace"), "bytes": [*data], "logprob": score}
+        return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
 
     def _usage(self, deltas):
         """Count a prompt once, although ``n`` texts go on after it."""
         prompts = [delta.usage for delta in deltas[:: self.request.n]]
         read, written = sum(u.prompt for u in prompts), sum(d.usage.completion for d in deltas)
-        usage = {
-            "prompt_tokens": read,
-            "completion_tokens": written,
-            "total_tokens": read + written,
-        }
+        usage = dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(u.cached for u in prompts)}}
 
 
@@ -97,26 +89,20 @@ class Completions(Chat):
     kind, names = CompletionRequest, ("cmpl", "text_completion", "text_completion")
 
     def _choice(self, index, delta):
-        """Make a choice of the text or its next part; with ``echo`` the prompt comes before."""
-        text, offset, scores = delta.text, self._told.get(index, 0), None
+        """Make a choice of a text or of its next part; with ``echo`` the prompt comes before."""
+        text, offset, prompt = delta.text, self._told.get(index, 0), self.request.prompt
         if self.request.echo and index not in self._told:
-            prompt = self.request.prompts()[index // self.request.n]
-            text = (prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)) + text
-        if self.request.logprobs is not None:
-            rows = self._scores(delta.prompt + delta.tokens)
-            scores = {"tokens": [row["token"] for row in rows], "text_offset": []}
-            scores["token_logprobs"] = [row["logprob"] for row in rows]
-            scores["top_logprobs"] = [_by_name(row) for row in rows]
-            for row in rows:
-                scores["text_offset"].append(offset)
-                # Only the first byte of a character has other first bits than 10.
-                offset += sum(byte & 0xC0 != 0x80 for byte in row["bytes"])
+            begun = prompt[index // self.request.n]
+            text = (begun if isinstance(begun, str) else self.tokenizer.decode(begun)) + text
+        scores = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for row in [self._score(*token) for token in delta.prompt + delta.tokens]:
+            # Of tokens with one name the likeliest stays; the prompt's first has no probability.
+            top = {r["token"]: r["logprob"] for r in (row, *reversed(row["top_logprobs"]))}
+            top = None if row["logprob"] is None else top
+            for column, value in zip(scores.values(), (row["token"], row["logprob"], top, offset)):
+                column.append(value)
+            # Only the first byte of a character has other first bits than 10.
+            offset += sum(byte & 0xC0 != 0x80 for byte in row["bytes"])
         self._told[index] = offset
-        choice = {"index": index, "text": text, "logprobs": scores}
-        return choice | {"finish_reason": delta.finish}
-
-
-def _by_name(row):
-    """Make completions' form of the likeliest tokens and the chosen one; None for the first."""
-    rows = [row, *reversed(row["top_logprobs"])]  # of equal names the likeliest stays
-    return None if row["logprob"] is None else {r["token"]: r["logprob"] for r in rows}
+        scores = None if self.request.logprobs is None else scores
+        return {"index": index, "text": text, "logprobs": scores, "finish_reason": delta.finish}

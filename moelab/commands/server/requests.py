@@ -3,13 +3,10 @@
 A field that is null has its default. One that this server does not know is refused.
 """
 
-import inspect
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NotRequired, Self
 
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ...checkpoint import shorten
@@ -20,9 +17,11 @@ from .text import Splitter
 DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line
 TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # without effect
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "functions": []}  # or null
-ONLY |= {"function_call": "auto", "reasoning_effort": "medium", "verbosity": "medium"}
-ONLY |= {"parallel_tool_calls": True, "best_of": 1, "suffix": ""}
+ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
+ONLY |= {"reasoning_effort": "medium", "verbosity": "medium", "best_of": 1, "suffix": ""}  # or null
+SAMPLING = {"temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
+PENALTIES = {f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
+PENALTIES |= {name.replace("penalty", "context_size") for name in PENALTIES} | {"logit_bias"}
 
 
 def _object(**fields):
@@ -30,8 +29,7 @@ def _object(**fields):
     return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("_object", fields))
 
 
-def expect(is_so: bool, name: str, expected: str, got: Any) -> None:
-    """Refuse the value of a field, unless all is as expected."""
+def _expect(is_so, name, expected, got):
     if not is_so:
         raise Refused(f"{name}: expected {expected}, got {shorten(got, 100)!r}", name)
 
@@ -41,6 +39,7 @@ Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Tool = _object(type=Literal["function"], function=_object(name=str))
+Message = _object(role=str, content=NotRequired[str | list[dict[str, Any]] | None])
 
 
 class Request(BaseModel):
@@ -74,60 +73,53 @@ class Request(BaseModel):
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Self:
-        """Check the fields of a request. ``Refused`` names the first that is wrong."""
+        """Check the fields of a request. ``Refused`` names one that is wrong."""
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
-        for name in given.keys() - {field.alias or k for k, field in cls.model_fields.items()}:
-            only = f"{json.dumps(ONLY.get(name))} or no such field"
-            expect(False, shorten(name, 100), only, given[name])
         try:
             json.dumps(given, ensure_ascii=False).encode()  # an error for half of a character
             return cls.model_validate(given)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
-        said = f"{shorten('.'.join(map(str, wrong['loc'])), 100)}: {wrong['msg']}"
-        got = "" if wrong["type"] == "missing" else f", got {shorten(wrong['input'], 100)!r}"
-        raise Refused(said + got, wrong["loc"][0])
+        where, got = [shorten(name, 100) for name in wrong["loc"]], shorten(wrong["input"], 100)
+        raise Refused(f"{'.'.join(where)}: {wrong['msg']}, got {got!r}", where[0])
 
-    def make(self, prompts: list[tuple], served: Any, **given: Any) -> list[Ask]:
+    def make(self, prompts: list[tuple], served: Any, scores: int | None, echo=False) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
-        args, size = served.args, served.size
-        known = {"model": (served.name, args.model), "draft_model": (args.draft_model,)}
-        for name, names in (known | {"adapters": (args.adapter_path,)}).items():
-            got = getattr(self, name)
-            expect(got in (DEFAULT, *names), name, f"the command line's or {DEFAULT}", got)
-        ids = [("top_k", self.top_k or 0), ("logit_bias", max(self.logit_bias, default=0))]
+        args, size, bias = served.args, served.size, self.logit_bias
+        _expect(self.model in (DEFAULT, served.name, args.model), "model", served.name, self.model)
+        drafts, adapters = (DEFAULT, args.draft_model), (DEFAULT, args.adapter_path)
+        _expect(self.draft_model in drafts, "draft_model", args.draft_model, self.draft_model)
+        _expect(self.adapters in adapters, "adapters", args.adapter_path, self.adapters)
+        _expect((self.top_k or 0) < size, "top_k", f"less than the {size} tokens", self.top_k)
+        _expect(max(bias, default=0) < size, "logit_bias", f"tokens from 0 to {size - 1}", bias)
         for tokens, _ in prompts:
-            expect(tokens, "prompt", "a text of at least one token", "none")
-            ids.append(("prompt", max(tokens)))
-        for name, most in ids:
-            expect(most < size, name, f"less than {size}, as the vocabulary has", most)
+            good = tokens and max(tokens) < size
+            _expect(good, "prompt", f"one or more tokens, each less than {size}", tokens)
+        _expect(self.n * len(prompts) <= 1024, "n", "at most 1024 texts of a request", self.n)
         sampling = {"temp": args.temp, "top_p": args.top_p, "top_k": args.sampling_top_k}
-        sampling |= {"min_p": args.min_p} | self._arguments(make_sampler)
+        sampling |= {"min_p": args.min_p} | self.model_dump(include=SAMPLING, exclude_none=True)
         if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # logits over less may be infinite
             sampling["temp"] = 0.0
         if sampling.get("xtc_probability"):  # as in mlx-lm's server
             ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
             sampling["xtc_special_tokens"] = ends
         length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
-        given |= {
-            "max_tokens": args.max_tokens if length is None else length,
-            "sampling": sampling,
-            "penalties": self._arguments(make_logits_processors),
-            "stops": [self.stop] if isinstance(self.stop, str) else self.stop,
-            "num_draft_tokens": args.num_draft_tokens if drafted is None else drafted,
-        }
+        length = args.max_tokens if length is None else length
+        drafted = args.num_draft_tokens if drafted is None else drafted
+        penalties = self.model_dump(include=PENALTIES, exclude_none=True)
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
-        return [Ask(tokens, seed=s, cuts=cuts, **given) for tokens, cuts in prompts for s in seeds]
-
-    def _arguments(self, function):
-        names = {*inspect.signature(function).parameters}
-        return self.model_dump(include=names, exclude_none=True)
+        return [
+            Ask(tokens, length, sampling, penalties, seed, stops, scores, echo, drafted, cuts)
+            for tokens, cuts in prompts
+            for seed in seeds
+        ]
 
 
 class ChatRequest(Request):
     """A request of ``/v1/chat/completions``; other dialects translate theirs into one."""
 
-    messages: list[_object(role=str)] = Field(min_length=1, fail_fast=True)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     tools: list[Tool] = Field([], fail_fast=True)
     tool_choice: Literal["auto", "none"] = "auto"
     logprobs: bool = False
@@ -136,38 +128,27 @@ class ChatRequest(Request):
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
-        tokenizer, args, given = served.tokenizer, served.args, self.chat_template_kwargs
-        call = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
-        wrong = ", ".join(given.keys() & (call.keys() - {"documents"}))
-        expect(not wrong, "chat_template_kwargs", "none of the server's own", wrong)
-        tools = (self.tool_choice == "auto" and self.tools) or None
-        tokens, cuts, state = chat_tokens(
-            tokenizer, self.messages, tools, given, args.chat_template_args, served.has_states
-        )
-        logprobs = self.top_logprobs if self.logprobs or self.top_logprobs else None
-        asks = self.make([(tokens, cuts)], served, logprobs=logprobs)
+        tokenizer, tools = served.tokenizer, (self.tool_choice == "auto" and self.tools) or None
+        given = self.messages, tools, self.chat_template_kwargs, served.args.chat_template_args
+        tokens, cuts, state = chat_tokens(tokenizer, *given, served.has_states)
+        scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
+        asks = self.make([(tokens, cuts)], served, scores)
         return asks, [Splitter(tokenizer, tools, state) for _ in asks]
 
 
 class CompletionRequest(Request):
     """A request of ``/v1/completions``."""
 
-    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, max_length=1024, fail_fast=True)]
+    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, fail_fast=True)]
     max_tokens: Whole | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or tokens."""
-        first = self.prompt[0] if self.prompt else 0
-        is_one = isinstance(self.prompt, str) or isinstance(first, int)
-        return [self.prompt] if is_one else self.prompt
-
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
-        """Make the asks and, for each, what leaves its text as it is."""
+        """Make ``prompt`` a list, the asks and, for each, what leaves its text as it is."""
+        is_one = isinstance(self.prompt, str) or isinstance((*self.prompt, 0)[0], int)
+        self.prompt = [self.prompt] if is_one else self.prompt
         encode, scores = served.tokenizer.encode, self.logprobs is not None
-        prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompts()]
-        most, texts = 1024, self.n * len(prompts)
-        expect(texts <= most, "n", f"at most {most} texts of a request", texts)
-        asks = self.make(prompts, served, logprobs=self.logprobs, echo=self.echo and scores)
+        prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
+        asks = self.make(prompts, served, self.logprobs, self.echo and scores)
         return asks, [Splitter(served.tokenizer, None, "text") for _ in asks]

@@ -141,7 +141,7 @@ def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if piece.startswith("▁"):  # a space in SentencePiece, which decoding may strip
         text = piece.replace("▁", " ")
-    if "\ufffd" in text and piece.startswith("<0x"):
+    if piece[:3] == "<0x" and piece[5:] == ">" and text != piece:
         return bytes.fromhex(piece[3:5])
     if "\ufffd" in text and _BYTES.keys() >= set(piece):
         return bytes(_BYTES[c] for c in piece)

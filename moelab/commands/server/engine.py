@@ -1,0 +1,435 @@
+"""The thread that computes: it reads prompts in parts and writes texts, in batches or one by one.
+
+A short prompt is read with others in one pass of mlx-lm's ``BatchGenerator``. A long one is read in
+parts, between which texts are written for as long as the part took, so that nobody waits for a
+whole prompt of another. Texts with a draft, ``--kv-bits`` or caches that cannot be merged are
+written one after another. Of several ranks, rank 0 decides each turn and tells the others.
+"""
+
+import logging
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import pairwise
+
+import mlx.core as mx
+import psutil
+from mlx_lm.generate import BatchGenerator, generate_step, maybe_quantize_kv_cache
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
+
+from ...checkpoint import describe
+from ...speculation.generate import speculative_generate_step
+from ...speculation.sampling import set_state
+from ...streaming.ranks import RankError
+from ..drafting import shared_policy
+from .ask import Ask, Part, Token, Usage
+from .text import Stops
+
+GRACE_S = 2  # the thread has so long to end when the server is stopped
+IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
+PART = 512  # tokens of a prompt that are read while other texts wait
+SCORED = 128  # tokens whose log probabilities are computed at once
+
+
+class Stopped(RuntimeError):
+    """The server ends."""
+
+
+class _Text:
+    """A text: ``cache`` holds the first ``read`` of ``tokens``, while it is not in the batch."""
+
+    def __init__(self, number, ask, tell, tokenizer):
+        self.number, self.ask, self.tell = number, ask, tell
+        self.tokens, self.prompt_size = list(ask.tokens), len(ask.tokens)
+        self.is_open = (
+            False  # whether it has a cache, here or in the batch, whose number is ``uid``
+        )
+        self.cache, self.uid, self.read, self.cached, self.cuts = None, None, 0, 0, {}
+        scores = ask.echo and ask.logprobs is not None
+        self.scores = [Token(ask.tokens[0], None, [])] if scores else []
+        self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
+        self._stops, self._decoded, self._told = Stops(ask.stops), 0, 0
+        self._held = deque()  # tokens that are not told yet, each with where its text begins
+
+    @property
+    def rest(self) -> int:
+        """The tokens of the prompt to read, but for the last one, with which writing begins."""
+        return self.prompt_size - 1 - self.read
+
+    def write(self, token: int, logprobs: mx.array) -> bool:
+        """Add a token that was chosen, and tell what can be told; whether the text ends."""
+        self.tokens.append(token)
+        if self.ask.logprobs is not None:
+            (told,) = _tokens([token], logprobs[None], self.ask.logprobs)
+            self._held.append((self._decoded, told))
+        finish = "length" if len(self.tokens) - self.prompt_size >= self.ask.max_tokens else None
+        if token in self._ends:
+            finish = "stop"
+        else:
+            self._detokenizer.add_token(token)
+        return self.say(finish)
+
+    def say(self, finish: str | None) -> bool:
+        """Tell what was written since the last time; whether the text ends, also by a stop."""
+        if finish:
+            self._detokenizer.finalize()
+        piece = self._detokenizer.last_segment
+        self._decoded += len(piece)
+        text = self._stops.add(piece)
+        if finish:
+            text += self._stops.end()
+        if self._stops.found:
+            finish = "stop"
+        self._told += len(text)
+        tokens = []
+        whole = finish and not self._stops.found
+        while self._held and (whole or self._held[0][0] < self._told):
+            tokens.append(self._held.popleft()[1])
+        written = len(self.tokens) - self.prompt_size
+        usage = Usage(self.prompt_size, self.cached, written) if finish else None
+        if text or tokens or self.scores or finish:
+            self.tell(Part(text, tokens, self.scores, finish, usage))
+            self.scores = []
+        return finish is not None
+
+
+class Engine:
+    """Computes the texts of all clients in one thread, which ``stop`` ends.
+
+    ``model`` is what is served (``serve.Model``), ``prompts`` keeps caches of earlier prompts.
+    """
+
+    def __init__(self, model, prompts):
+        self.model, self.prompts, self._ranks = model, prompts, model.ranks
+        self._inbox, self._lock, self._count = queue.SimpleQueue(), threading.Lock(), 0
+        self._error = None  # what ended the thread
+        self._tells = {}  # by the numbers of texts
+        # A text waits for memory, then its prompt is read here or, if short, in the batch.
+        self._texts, self._waiting, self._reading = {}, deque(), deque()
+        self._batch, self._in_batch = None, {}  # by the batch's numbers
+        self._alone, self._steps = deque(), None  # texts that are not batched; the first's tokens
+        self._owed_s = 0.0  # seconds for which texts are written before a prompt's next part
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def begin(self, ask: Ask, tell: Callable) -> int:
+        """Begin a text; ``tell`` gets each ``Part`` or, as the last, an exception."""
+        ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
+        with self._lock:
+            self._count += 1
+            if self._error:
+                tell(self._error)
+            self._tells[self._count] = tell
+            self._inbox.put((self._count, ask))
+            return self._count
+
+    def cancel(self, number: int) -> None:
+        """End a text that nobody waits for; nothing happens if it has ended."""
+        self._inbox.put((number, None))
+
+    def check(self) -> None:
+        """Raise the error that ended the thread, if one did, as no rank goes on without another."""
+        if self._error is None or isinstance(self._error, Stopped):
+            return
+        if self._ranks is None or isinstance(self._error, RankError):
+            raise self._error
+        rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+        raise RankError(f"{rank}: {describe(self._error)}") from self._error
+
+    def stop(self) -> None:
+        """End the texts that were begun with an error, and the thread."""
+        self._inbox.put((0, None))
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the thread, which on other ranks ends when rank 0 says so."""
+        self._thread.join()
+        # After its Python code the thread still frees functions that MLX compiled in it. If the
+        # interpreter ended meanwhile, the process would abort.
+        end = time.monotonic() + GRACE_S
+        thread = self._thread.native_id
+        while thread in {t.id for t in psutil.Process().threads()} and time.monotonic() < end:
+            time.sleep(0.01)
+
+    def _run(self):
+        """Compute until the server is stopped or something fails that concerns all texts."""
+        error = Stopped("the server was stopped")
+        try:
+            while self._turn():
+                pass
+        except Exception as e:
+            error = e
+        with self._lock:
+            self._error = error
+            for tell in self._tells.values():
+                tell(error)
+        for text in [*self._texts.values()]:
+            with suppress(Exception):
+                self._end(text)
+        self._drop_batch()
+        self.prompts.close()
+        self.model.close()
+
+    def _turn(self):
+        """Take what clients want, compute a part or a token; False if the server is stopped."""
+        turn, begin = self._next(), time.perf_counter()
+        for number, ask in turn["new"]:
+            tell = self._tells.get(number, lambda _: None)  # other ranks tell nobody
+            self._texts[number] = text = _Text(number, ask, tell, self.model.tokenizer)
+            self._waiting.append(text)
+        for number in turn["gone"]:
+            if text := self._texts.get(number):
+                self._try([text], self._end, text)
+        while self._waiting and self._fits(self._waiting[0]):
+            text = self._waiting.popleft()
+            self._try([text], self._open, text)
+        if turn["reads"] and self._reading:
+            self._try([self._reading[0]], self._read, self._reading[0])
+            self._owed_s = 2 * (time.perf_counter() - begin)
+        elif self._in_batch:
+            self._try([*self._in_batch.values()], self._write_batch)
+        elif self._alone:
+            self._try([self._alone[0]], self._write_alone, self._alone[0])
+        self._owed_s -= time.perf_counter() - begin
+        return not turn["stop"]
+
+    def _next(self):
+        """Decide what comes next, or hear it from rank 0; wait while there is nothing to do."""
+        if self._ranks and self._ranks.rank:
+            if not self._texts:
+                time.sleep(0.9 * IDLE_S)  # in MLX's ring, waiting keeps a core busy
+            turn = self._ranks.gather(None)[0]
+            return turn | {"new": [(number, Ask(**ask)) for number, ask in turn["new"]]}
+        told = []
+        with suppress(queue.Empty):
+            if not self._texts:
+                told.append(self._inbox.get(timeout=IDLE_S if self._ranks else None))
+            while True:
+                told.append(self._inbox.get_nowait())
+        # A draft keeps the state of the text that is written with it.
+        free = self._steps is None or self.model.draft is None
+        idle = not self._in_batch and not self._alone
+        turn = {
+            "new": [(number, ask) for number, ask in told if ask],
+            "gone": [number for number, ask in told if not ask],
+            "stop": (0, None) in told,
+            "reads": bool(self._reading) and free and (idle or self._owed_s <= 0),
+        }
+        if self._ranks:
+            self._ranks.gather(turn | {"new": [(n, asdict(ask)) for n, ask in turn["new"]]})
+        return turn
+
+    def _try(self, texts, work, *args):
+        """Do some work for texts; an error ends them and, with ranks, everything."""
+        try:
+            work(*args)
+        except Exception as e:
+            if self._ranks:
+                raise
+            logging.error("%s", describe(e))
+            if texts[0].uid is not None:
+                self._drop_batch()
+            for text in texts:
+                text.tell(e)
+                self._end(text, keeps=False)
+
+    def _fits(self, text):
+        """Whether there is memory for a text's caches beside those of the others."""
+        begun = [t for t in self._texts.values() if t.is_open]
+        sizes = [len(t.ask.tokens) + t.ask.max_tokens for t in [*begun, text]]
+        return not begun or (len(begun) < self.model.most_texts and self.model.fits(sizes))
+
+    def _open(self, text):
+        """Find what is known of a prompt, and where it is read."""
+        model, tokens = self.model, text.tokens
+        text.is_open = True
+        self.prompts.make_way()
+        if not text.scores:
+            text.cache, text.cached = self.prompts.fetch(tokens)
+        if text.cache is None:
+            text.cache = model.make_cache(drafted=not text.scores)
+        text.read = text.cached
+        ends = dict(map(tuple, text.ask.cuts))
+        if model.has_states and not text.scores:
+            ends.setdefault(self.prompts.shared(tokens), "system")
+        text.cuts = {end: kind for end, kind in sorted(ends.items()) if end > text.read}
+        in_parts = text.scores or text.rest > PART or (text.cuts and not model.is_batchable)
+        self._reading.append(text) if in_parts else self._prepare(text)
+
+    def _read(self, text):
+        """Read the next part of a prompt; the other prompts are read before the one after it."""
+        self._reading.rotate(-1)
+        step = PART if len(self._texts) > 1 else self.model.args.prefill_step_size
+        end = min(text.prompt_size - 1, text.read + (SCORED if text.scores else step))
+        end = min([end, *(cut for cut in text.cuts if cut > text.read)])
+        part = mx.array(text.tokens[text.read : end], mx.uint32)
+        if part.size:
+            self._compute(text, part)
+        text.read = end
+        if kind := text.cuts.get(end):
+            self.prompts.keep(text.tokens[:end], text.cache, kind)
+        if not text.rest:
+            self._reading.remove(text)
+            self._prepare(text)
+
+    def _compute(self, text, part):
+        model = self.model
+        if model.draft is not None and not text.scores:
+            for _ in self._steps_of(text, part, 0):
+                pass
+            return
+        logits = model.model(part[None], cache=text.cache)
+        if text.scores:
+            following = text.tokens[text.read + 1 : text.read + part.size + 1]
+            logprobs = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
+            text.scores += _tokens(following, logprobs, text.ask.logprobs)
+        maybe_quantize_kv_cache(text.cache, **model.quantized)
+        mx.eval([c.state for c in text.cache])
+        mx.clear_cache()
+
+    def _prepare(self, text):
+        """Put a text, of whose prompt no more than a short rest is unread, where it is written."""
+        if not text.ask.max_tokens:
+            text.say("length")
+            return self._end(text)
+        if not self.model.is_batchable:
+            return self._alone.append(text)
+        ask, tokens, args = text.ask, text.tokens, self.model.args
+        if self._batch is None:
+            self._batch = BatchGenerator(
+                self.model.model,
+                completion_batch_size=self.model.most_texts,
+                prefill_batch_size=min(args.prompt_concurrency, self.model.most_texts),
+                prefill_step_size=args.prefill_step_size,
+                stream=_stream(),
+            )
+        ends = [text.read, *(end for end in text.cuts if end > text.read), len(tokens)]
+        (text.uid,) = self._batch.insert_segments(
+            segments=[[tokens[a:b] for a, b in pairwise(ends)]],
+            max_tokens=[ask.max_tokens],
+            caches=[text.cache],
+            all_tokens=[tokens[: text.read]],
+            samplers=[_with_own_numbers(make_sampler(**ask.sampling), ask.seed)],
+            logits_processors=[make_logits_processors(**ask.penalties)],
+            stop_sequences=[self.model.ends],
+        )
+        self._in_batch[text.uid], text.cache = text, None
+        self.prompts.trim(self._batch.prompt_cache_nbytes)
+
+    def _write_batch(self):
+        """Compute a token of each text in the batch, and a part of the prompts that are read."""
+        read, written = self._batch.next()
+        ends = []
+        for r in read:
+            text = self._in_batch[r.uid]
+            if r.end_of_segment and not r.end_of_prompt:
+                ends += [r.uid] if text.read + r.progress[0] in text.cuts else []
+        for number, (cache, tokens) in self._batch.extract_cache(ends).items():
+            kind = self._in_batch[number].cuts[len(tokens)]
+            self.prompts.keep(tokens[:], cache, kind)
+        for r in written:
+            text = self._in_batch[r.uid]
+            ends = text.write(r.token, r.logprobs)
+            if r.finish_reason:  # then the batch has no longer anything of it
+                del self._in_batch[r.uid]
+                text.uid, text.cache, text.read = None, r.prompt_cache, len(text.tokens)
+            if ends:
+                self._end(text)
+
+    def _write_alone(self, text):
+        """Compute a token of a text that is not batched."""
+        if self._steps is None:
+            mx.random.seed(text.ask.seed)
+            rest = mx.array(text.tokens[text.read :], mx.uint32)
+            self._steps = self._steps_of(text, rest, text.ask.max_tokens)
+        token, logprobs, *_ = next(self._steps)
+        if text.write(token, logprobs):
+            self._end(text)
+
+    def _steps_of(self, text, prompt, max_tokens):
+        """Read tokens [T] of a text into its cache and choose those that follow, with the draft."""
+        model, before = self.model, text.tokens[: text.read]
+        given = {
+            "max_tokens": max_tokens,
+            "sampler": make_sampler(**text.ask.sampling),
+            "logits_processors": [
+                _after(before, p) for p in make_logits_processors(**text.ask.penalties)
+            ],
+            "prompt_cache": text.cache,
+            "prefill_step_size": model.args.prefill_step_size,
+            **model.quantized,
+        }
+        if model.draft is None:
+            return generate_step(prompt, model.model, _stream(), **given)
+        most = 0 if text.ask.echo else text.ask.num_draft_tokens
+        given["num_draft_tokens"] = shared_policy(model.model, model.draft, most)
+        return speculative_generate_step(prompt, model.model, model.draft, _stream(), **given)
+
+    def _end(self, text, keeps=True):
+        """Take a text out of all queues; keep its cache for prompts that begin like it."""
+        self._texts.pop(text.number, None)
+        self._tells.pop(text.number, None)
+        tokens, cache = text.tokens[: text.read], text.cache
+        if text.uid is not None:
+            del self._in_batch[text.uid]
+            ((cache, tokens),) = self._batch.remove([text.uid], True).values()
+        elif self._steps is not None and text is self._alone[0]:
+            self._steps.close()  # then the cache is complete
+            self._steps, tokens = None, text.tokens
+        for texts in (self._waiting, self._reading, self._alone):
+            with suppress(ValueError):
+                texts.remove(text)
+        if keeps and tokens and cache and not text.ask.echo:
+            self.prompts.keep(tokens[:], cache, "assistant")
+
+    def _drop_batch(self):
+        """End the batch, whose caches may be damaged by an error."""
+        for text in self._in_batch.values():
+            text.uid = None
+        self._in_batch.clear()
+        if self._batch is not None:
+            self._batch.close()
+        self._batch = None
+
+
+def _stream():
+    return mx.default_stream(mx.default_device())
+
+
+def _tokens(ids, logprobs, most):
+    """Tokens [n] with their own of the log probabilities [n, V], and the ``most`` likeliest."""
+    chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
+    if not most:
+        return [Token(i, p, []) for i, p in zip(ids, chosen)]
+    top = mx.argpartition(-logprobs, most - 1, axis=-1)[:, :most]
+    values = mx.take_along_axis(logprobs, top, axis=-1).tolist()
+    rows = [sorted(zip(*row), key=lambda x: (-x[1], x[0])) for row in zip(top.tolist(), values)]
+    return [Token(i, p, row) for i, p, row in zip(ids, chosen, rows)]
+
+
+def _with_own_numbers(sampler, seed):
+    """A sampler whose random numbers begin at ``seed``, whatever else is sampled in between."""
+    if sampler is greedy_sampler:
+        return sampler
+    state = mx.random.key(seed)
+
+    def sample(logprobs):
+        nonlocal state
+        set_state(state)
+        token, state = sampler(logprobs), mx.random.state[0]
+        return token
+
+    return sample
+
+
+def _after(before, processor):
+    """Make a logits processor that also sees the tokens ``before``."""
+    before = mx.array(before, mx.uint32)
+    return lambda tokens, logits: processor(
+        mx.concatenate([before, tokens.astype(mx.uint32)]), logits
+    )

@@ -1,0 +1,100 @@
+"""Caches of earlier prompts and answers, for prompts that begin alike."""
+
+import copy
+import itertools
+import sys
+import weakref
+from collections import deque
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models.cache import LRUPromptCache
+
+from ...memory import return_free_memory
+from ...streaming.plan import memory_now
+from ..kv_cache import PromptFiles
+
+MODEL = "model"  # LRUPromptCache has a key for the model, and a server has one model
+MIN_SHARED = 16  # fewer tokens that prompts share are sooner read again than kept
+LATEST = 16  # prompts whose tokens are remembered, to see where the next ones part from them
+
+
+class _Kept(list):
+    """A text's caches in mlx-lm's store. A weak reference to them tells when they are forgotten."""
+
+
+class Prompts:
+    """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
+
+    Where less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0, as on ranks
+    (which must all keep the same), none is. One thread calls this.
+    """
+
+    def __init__(self, size: int = 10, nbytes: int = sys.maxsize, free_nbytes: int = 0):
+        self._lru, self._free_nbytes, self._files = LRUPromptCache(size, nbytes), free_nbytes, None
+        self._kept, self._numbers = weakref.WeakValueDictionary(), itertools.count()  # oldest first
+        self._latest = deque(maxlen=LATEST)  # tokens of prompts that were read
+
+    def restore(self, files: PromptFiles) -> None:
+        """Keep what an earlier server saved, the newest first; ``close`` saves it again."""
+        free = memory_now()[1] - self._free_nbytes if self._free_nbytes else sys.maxsize
+        for prompt in files.read(self._lru.max_size, min(free, self._lru.max_bytes)):
+            self.keep(*prompt)
+        self._files = files
+
+    def close(self) -> None:
+        """Save what is kept, if ``restore`` said where."""
+        if self._files is not None:
+            self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
+
+    def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
+        """A copy of caches with the most tokens of a prompt but its last, or None; how many."""
+        cache, rest = self._lru.fetch_nearest_cache(MODEL, tokens[:-1])
+        cached = len(tokens[:-1]) - len(rest)
+        return (list(cache), cached) if cached else (None, 0)
+
+    def keep(self, tokens: list[int], cache: list, kind: str = "assistant") -> None:
+        """Keep a copy of the caches after ``tokens``, of mlx-lm's kind, if there is memory for it.
+
+        The oldest assistant is forgotten first, then user, system, unless fewer of it are kept.
+        """
+        cache = copy.deepcopy(cache)  # shares the arrays, and the caller's may go on
+        # The caches of a text in a batch are views of the batch's arrays and would keep them all.
+        for c in cache:
+            c.state = tree_map(lambda a: mx.contiguous(a) if type(a) is mx.array else a, c.state)
+        if self.make_way(sum(c.nbytes for c in cache)):  # before they are copied
+            mx.eval([c.state for c in cache])
+            kept = self._kept[next(self._numbers)] = _Kept(cache)
+            kept.tokens, kept.kind = np.array(tokens), kind
+            self._lru.insert_cache(MODEL, tokens, kept, cache_type=kind)
+
+    def shared(self, tokens: list[int]) -> int:
+        """How many tokens a prompt shares with an earlier one; 0 if ``fetch`` covers them, or few.
+
+        A state kept there serves the next prompt that begins so. Notes the prompt as read.
+        """
+        prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
+        shared = max((_same(prompt, other) for other in [*known, *self._latest]), default=0)
+        self._latest.append(prompt)
+        return shared if shared >= MIN_SHARED and shared > self.fetch(tokens)[1] else 0
+
+    def trim(self, nbytes: int) -> None:
+        """Forget prompts until what is kept leaves ``nbytes`` of its limit to texts in work."""
+        self._lru.trim_to(n_bytes=self._lru.max_bytes - nbytes)
+
+    def make_way(self, nbytes: int = 0) -> bool:
+        """Forget prompts until ``free_nbytes + nbytes`` are free; False if that fails."""
+        short = self._free_nbytes + nbytes - memory_now()[1] if self._free_nbytes else 0
+        left = self._lru.nbytes - short
+        if short > 0:
+            self._lru.trim_to(n_bytes=left)
+            mx.clear_cache()
+            return_free_memory()
+        return left >= 0
+
+
+def _same(a, b):
+    """How many numbers two arrays begin with in common."""
+    n = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:n] == b[:n], False)))

@@ -1,0 +1,336 @@
+"""Prompts that are kept: what a prompt finds, and what is forgotten."""
+
+import argparse
+from threading import Thread
+
+import families
+import mlx.core as mx
+import pytest
+import recurrent
+from mlx.utils import tree_map
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from moelab import DATA, StreamConfig
+from moelab.commands import kv_cache
+from moelab.commands.drafting import open_draft
+from moelab.commands.kv_cache import PromptFiles
+from moelab.commands.server import prompts as module
+from moelab.commands.server.prompts import Prompts
+from moelab.speculation.generate import speculative_generate_step
+from moelab.streaming.model import load_model
+
+TEXT = recurrent.ids(0, 60, vocab=families.VOCAB - 4)[0].tolist()
+
+
+@pytest.fixture(scope="module", params=["hybrid", "attention"])
+def model(request):
+    """tiny-moe's recurrent states cannot be trimmed; a small attention-only model's can."""
+    return recurrent.tiny() if request.param == "hybrid" else families.build("qwen3_moe")[0]
+
+
+def read(model, tokens, cache=None):
+    """Caches after tokens, and the logits after the last."""
+    cache = cache or make_prompt_cache(model)
+    logits = model(mx.array([tokens]), cache=cache)[0, -1]
+    mx.eval(logits, [c.state for c in cache])
+    return cache, logits
+
+
+def is_hybrid(model):
+    return not all(c.is_trimmable() for c in make_prompt_cache(model))
+
+
+def test_what_a_prompt_finds(model):
+    """The logits after a prompt that goes on from kept caches are those after the whole."""
+    prompts = Prompts()
+    assert prompts.fetch(TEXT) == (None, 0) == prompts.fetch([]) == prompts.fetch(TEXT[:1])
+    prompts.keep(TEXT[:40], read(model, TEXT[:40])[0])
+    other = TEXT[:30] + [t + 1 for t in TEXT[30:59]]
+    cut = 0 if is_hybrid(model) else 30  # where no token can be taken back
+    begin = 0 if is_hybrid(model) else 38  # mlx-lm's store leaves one more token to read
+    for prompt, cached in ((TEXT, 40), (TEXT[:41], 40), (other, cut), (TEXT[:40], begin)):
+        cache, n = prompts.fetch(prompt)
+        assert n == cached and (cache is None) == (n == 0)
+        wanted = read(model, prompt)[1]
+        assert mx.allclose(read(model, prompt[n:], cache)[1], wanted, atol=1e-3)
+    assert prompts.fetch(TEXT)[1] == 40  # what was fetched went on and is a copy
+
+
+def test_the_caches_that_are_kept_may_go_on(model):
+    prompts, cache = Prompts(), read(model, TEXT[:40])[0]
+    prompts.keep(TEXT[:40], cache, "user")
+    read(model, TEXT[50:], cache)
+    wanted = read(model, TEXT)[1]
+    assert mx.allclose(read(model, TEXT[40:], prompts.fetch(TEXT)[0])[1], wanted, atol=1e-3)
+
+
+def test_a_view_of_a_batch_keeps_no_more_than_itself(model):
+    """The text's part of a batch's arrays is copied, and the caches of the caller stay views."""
+    texts = mx.array([TEXT[:40]] * 8)
+    batch, prompts = make_prompt_cache(model), Prompts()
+    mx.eval(model(texts, cache=batch), [c.state for c in batch])
+    for c in batch:
+        c.state = tree_map(lambda a: a[:1] if type(a) is mx.array else a, c.state)
+    prompts.keep(TEXT[:40], batch)
+    before, nbytes = mx.get_active_memory(), sum(c.nbytes for c in batch)
+    del batch, c
+    assert before - mx.get_active_memory() >= 7 * nbytes
+
+
+def test_where_prompts_part(model):
+    prompts = Prompts()
+    other = TEXT[:30] + [t + 1 for t in TEXT[30:]]
+    assert prompts.shared(TEXT) == 0
+    assert prompts.shared(other) == 30  # with one that was read, and none is kept yet
+    prompts.keep(TEXT[:30], read(model, TEXT[:30])[0], "system")
+    assert prompts.shared(other[:-1]) == 58  # but for the last token of ``other[:-1]``
+    assert prompts.shared(TEXT[:30] + [t + 2 for t in TEXT]) == 0  # where a kept one ends
+    assert prompts.shared(TEXT[:10] + [t + 3 for t in TEXT]) == 0  # too few to be kept
+    text = TEXT[::-1]
+    prompts.keep(text, read(model, text)[0])
+    # A kept cache that can be trimmed serves every prompt that begins so.
+    assert prompts.shared(text[:50] + TEXT) == (50 if is_hybrid(model) else 0)
+
+
+def test_what_is_forgotten(model, monkeypatch):
+    texts = [[t + i for t in TEXT] for i in range(4)]
+    caches = [read(model, text)[0] for text in texts]
+    nbytes = sum(c.nbytes for c in caches[0])
+
+    def left(prompts):
+        return [i for i, text in enumerate(texts) if prompts.fetch([*text, 0])[1]]
+
+    def of(*given):
+        prompts = Prompts(*given)
+        for text, cache in zip(texts, caches):
+            prompts.keep(text, cache)
+        return prompts
+
+    assert left(of(2)) == left(of(10, 2 * nbytes + 1)) == [2, 3]
+    assert left(of(0)) == left(of(10, nbytes - 1)) == []
+    prompts = of(10, 4 * nbytes)
+    prompts.trim(3 * nbytes)  # which texts in work take
+    assert left(prompts) == [3]
+
+    # Memory in which, beside 10 bytes left free, two of them fit.
+    prompts = Prompts(free_nbytes=10)
+    room = 10 + 2 * nbytes
+    monkeypatch.setattr(module, "memory_now", lambda: (0, room - prompts._lru.nbytes))
+    for text, cache in zip(texts, caches):
+        prompts.keep(text, cache)
+    assert left(prompts) == [2, 3]
+    room = 10 + nbytes
+    assert prompts.make_way() and left(prompts) == [3]
+    room = nbytes
+    prompts.keep(texts[0], caches[0])
+    assert left(prompts) == [] and not prompts.make_way(nbytes)
+
+
+TEXTS = [TEXT[i:] for i in range(4)]
+
+
+def files_of(folder, model=recurrent.TINY, draft=None, config=None, **options):
+    given = dict(adapter_path=None, kv_bits=None, kv_group_size=64, quantized_kv_start=0)
+    given |= dict(trust_remote_code=False, prompt_cache_dir=str(folder), model=str(model))
+    args = argparse.Namespace(**given | {"draft_model": draft and str(draft)} | options)
+    return PromptFiles(args, config or StreamConfig(), open_draft(args.draft_model))
+
+
+def restored(folder, *limits, **options):
+    """The prompts of a server that starts."""
+    prompts = Prompts(*limits)
+    prompts.restore(files_of(folder, **options))
+    return prompts
+
+
+def saved(folder, *texts, size=10, **options):
+    """The folder's files, oldest first, after a server that starts, keeps texts and ends."""
+    prompts = restored(folder, size, **options)
+    for text in texts:
+        prompts.keep(text, read(recurrent.tiny(), text)[0], "user")
+    prompts.close()
+    return sorted(folder.iterdir(), key=lambda f: f.stat().st_mtime_ns)
+
+
+def cached(prompts, *texts):
+    return [prompts.fetch([*text, 0])[1] for text in texts]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "attention", "quantized"])
+def test_prompts_are_there_after_a_restart(kind, tmp_path):
+    """Written in another thread; a text that goes on from them has the same bits."""
+    path, options = recurrent.TINY, {"kv_bits": 4 if kind == "quantized" else None}
+    if kind == "attention":
+        path = families.write_checkpoint("qwen3_moe", tmp_path / "m", "affine4")
+    options["model"], folder = path, tmp_path / "new" / "folder"
+    with load_model(path, StreamConfig(mode="resident"))[0] as model:
+        prompts, cache = restored(folder, **options), read(model, TEXT[:40])[0]
+        maybe_quantize_kv_cache(cache, 0, 64, options["kv_bits"])
+        prompts.keep(TEXT[:40], cache)
+        wanted = read(model, TEXT[40:], prompts.fetch(TEXT)[0])[1]
+        thread = Thread(target=prompts.close)
+        thread.start()
+        thread.join()
+        cache, n = restored(folder, **options).fetch(TEXT)
+        assert n == 40 and mx.array_equal(read(model, TEXT[40:], cache)[1], wanted)
+
+
+@pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
+def test_the_caches_of_a_draft(name, tmp_path):
+    """They go on too: the same drafts are accepted as by a server that went on."""
+    name = name if name == "lookup" else DATA / "models" / name
+    draft, model, text = open_draft(name), recurrent.tiny(), (TEXT[:8] * 6)[:45]
+
+    def write(tokens, cache):
+        given = dict(max_tokens=12, prompt_cache=cache, num_draft_tokens=3)
+        steps = speculative_generate_step(mx.array(tokens), model, draft, **given)
+        return [(int(token), bool(drafted)) for token, _, drafted, *_ in steps]
+
+    prompts, cache = restored(tmp_path, draft=name), make_prompt_cache(model) + draft.make_cache()
+    known = text + [token for token, _ in write(text, cache)]
+    prompts.keep(known, cache)
+    prompts.close()
+    caches = [of.fetch([*known, *text])[0] for of in (prompts, restored(tmp_path, draft=name))]
+    wanted, got = (write(text, cache) for cache in caches)
+    assert wanted == got and any(drafted for _, drafted in got)
+    assert cached(restored(tmp_path), known) == [0]  # without the draft
+
+
+def test_the_newest_within_the_limits(tmp_path):
+    files = saved(tmp_path, *TEXTS)
+    assert len(files) == 4 and cached(restored(tmp_path), *TEXTS) == [60, 59, 58, 57]
+    assert cached(restored(tmp_path, 2), *TEXTS) == [0, 0, 58, 57]
+    nbytes = files[0].stat().st_size
+    assert cached(restored(tmp_path, 10, nbytes + nbytes // 2), *TEXTS) == [0, 0, 0, 57]
+    assert cached(restored(tmp_path, 0), *TEXTS) == [0] * 4
+    # The oldest is forgotten for a new one; the others are not written again.
+    again = saved(tmp_path, TEXT[9:], size=4)
+    assert again[:-1] == files[1:] and cached(restored(tmp_path), *TEXTS) == [0, 59, 58, 57]
+    inodes = {f: f.stat().st_ino for f in again}
+    # A server reads the newest two, keeps one of them and a new one; what it did not read stays.
+    last = saved(tmp_path, TEXT[8:], size=2)
+    assert last[:-2] == [files[1], files[2]] and last[-2] == again[-1]
+    assert all(f.stat().st_ino == inodes[f] for f in last[:-1])
+
+
+def changed(change):
+    """A change of a file's caches, with the checksum that they then have."""
+
+    def of(file):
+        cache, about = load_prompt_cache(str(file), return_metadata=True)
+        change(cache, about)
+        about["checksum"] = kv_cache.checksum(cache, about)
+        save_prompt_cache(str(file), cache, about)
+
+    return of
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+
+
+def without_checksum(file):
+    cache, about = load_prompt_cache(str(file), return_metadata=True)
+    del about["checksum"]
+    save_prompt_cache(str(file), cache, about)
+
+
+def a_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def smaller(cache, about):
+    cache[0].cache[1] = cache[0].cache[1][:, :-1]
+
+
+def shorter(cache, about):
+    for c in cache[3::4]:
+        c.trim(1)
+
+
+STRANGE = {  # and what stderr says of it
+    "flipped": (flip, "damaged"),
+    "cut off": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "damaged"),
+    "empty": (lambda file: file.write_bytes(b""), "damaged"),
+    "a folder": (a_folder, "file"),
+    "no checksum": (without_checksum, "options"),
+    "a smaller state": (changed(smaller), "broadcast"),
+    "other tokens": (changed(lambda _, about: about.update(tokens="[1, 2]")), "2 tokens"),
+    "no tokens": (changed(lambda _, about: about.pop("tokens")), "tokens"),
+    "an unknown kind": (changed(lambda _, about: about.update(kind="x")), "of assistant or user"),
+    "fewer tokens": (changed(shorter), "60 tokens"),
+    "fewer caches": (changed(lambda cache, _: cache.pop()), "expected 8 caches, got 7"),
+    "another model": (changed(lambda _, about: about.update(model="/x")), "one of /x"),
+}
+
+
+@pytest.mark.parametrize("change, said", STRANGE.values(), ids=STRANGE)
+def test_a_file_that_is_left_alone(change, said, tmp_path, capsys):
+    """Stderr names it and says why, and the server goes on; nothing is deleted."""
+    (file,) = saved(tmp_path, TEXT)
+    change(file)
+    before = file.is_file() and file.read_bytes()
+    assert file in saved(tmp_path, TEXT[1:]) and len([*tmp_path.iterdir()]) == 2
+    assert (file.is_file() and file.read_bytes()) == before
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{file}: left alone: " in line and said in line
+    assert cached(restored(tmp_path), TEXT, TEXT[1:]) == [0, 59]
+
+
+def test_what_must_be_the_same(tmp_path, random_tiny_moe, capsys):
+    """The weights, too: an adapter that is trained again, in the same folder, is another."""
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    weights = adapter / "adapters.safetensors"
+    weights.write_bytes(b"old")
+    folder, options = tmp_path / "kept", {"adapter_path": str(adapter)}
+    saved(folder, TEXT, **options)
+    assert cached(restored(folder, **options), TEXT) == [60]
+    others = {"kv_bits": 4}, {"adapter_path": None}, {"draft": "lookup"}
+    others += {"config": StreamConfig(top_k=1)}, {"model": random_tiny_moe}
+    for other in others:
+        assert cached(restored(folder, **options | other), TEXT) == [0]
+        assert "left alone" in capsys.readouterr().err
+    weights.write_bytes(b"newer")
+    assert cached(restored(folder, **options), TEXT) == [0]
+
+
+def test_ctrl_c_while_a_file_is_written(tmp_path, monkeypatch):
+    """There is no half file; what a killed process left is removed, of one that lives it stays."""
+    save = kv_cache.save_prompt_cache
+
+    def save_half(name, *args):
+        save(name, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m:
+        m.setattr(kv_cache, "save_prompt_cache", save_half)
+        with pytest.raises(KeyboardInterrupt):
+            saved(tmp_path, TEXT)
+    assert not [*tmp_path.iterdir()]
+    (file,) = saved(tmp_path, TEXT)
+    alive, dead = (file.with_name(f"{file.stem}.{pid}.safetensors") for pid in (1, 1 << 30))
+    other = tmp_path / "prompt-of-mine.safetensors"
+    for half in (alive, dead, other):
+        half.write_bytes(b"half")
+    assert cached(restored(tmp_path), TEXT) == [60]
+    assert {*tmp_path.iterdir()} == {file, alive, other}
+
+
+def test_folders_and_disks_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "x", "/proc/x"):
+        with pytest.raises(ValueError, match=f"--prompt-cache-dir {folder}: .* Give another"):
+            files_of(folder)
+
+    def full(name, *_):
+        open(name, "wb").close()
+        raise RuntimeError("no space left")
+
+    monkeypatch.setattr(kv_cache, "save_prompt_cache", full)
+    folder = tmp_path / "kept"
+    assert saved(folder, TEXT) == [] and "no space left" in capsys.readouterr().err
