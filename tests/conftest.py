@@ -38,7 +38,7 @@ SLOW = {
     "::test_greedy_tokens_are_the_targets": "qwen3_5_moe|jamba|gpt_oss",
     # Notebook 00 stays; nbmake sets the sliders of all notebooks from code.
     "::test_every_slider_changes_the_figure": "00_start_here",
-    # The crowd of test_serve.py asks as much at once under a limit.
+    # The crowd of test_http.py asks as much at once under a limit.
     "::test_a_server_of_large_experts_is_not_killed": "none",
     "::test_a_server_is_not_killed": "none",
     # That two ranks give the bits of one is tested in every mode.

@@ -28,6 +28,10 @@ class Ask:
     # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
 
+    def __post_init__(self):
+        bias = self.penalties.get("logit_bias", {})  # its keys are texts after JSON
+        self.penalties = self.penalties | {"logit_bias": {int(k): v for k, v in bias.items()}}
+
 
 class Token(NamedTuple):
     """A token that was read or chosen."""

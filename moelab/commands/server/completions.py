@@ -30,11 +30,13 @@ class Chat:
         return self.head | {"choices": choices, "usage": self._usage(deltas)}
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """Begin each text of a stream."""
-        return (event for i in range(len(self.asks)) for event in self.part(i, Delta()))
+        """Nothing: each text begins with its first part."""
+        return ()
 
     def part(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Say in a stream what was written of one text."""
+        """Say in a stream what was written of one text, after a first event without any."""
+        if index not in self._told and delta != Delta():
+            yield from self.part(index, Delta())
         yield self.head | {"choices": [self._choice(index, delta)]}
 
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any] | str]:

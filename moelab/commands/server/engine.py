@@ -256,6 +256,7 @@ class Engine:
         text.read = text.cached
         ends = dict(map(tuple, text.ask.cuts))
         if model.has_states and not text.scores:
+            ends = ends or {len(tokens) - 1: "assistant"}
             ends.setdefault(self.prompts.shared(tokens), "system")
         text.cuts = {end: kind for end, kind in sorted(ends.items()) if end > text.read}
         in_parts = text.scores or text.rest > PART or (text.cuts and not model.is_batchable)

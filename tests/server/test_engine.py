@@ -1,0 +1,196 @@
+"""python -m moelab serve: the texts are mlx-lm's, in batches, with drafts, after kept prompts."""
+
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from in_process import MODEL, SLOTS, serving
+from mlx_lm.sample_utils import make_sampler
+
+from moelab import DATA
+
+SERVERS = {  # how the model is served
+    "resident": ("--mode", "resident"),
+    "streamed": SLOTS,
+    "lookup": (*SLOTS, "--draft", "lookup", "--num-draft-tokens", "4"),
+    "tiny-draft": (*SLOTS, "--draft", str(DATA / "models/tiny-draft")),
+    "tiny-dflash": (*SLOTS, "--draft-model", str(DATA / "models/tiny-dflash")),
+}
+PROMPTS = [
+    'def read_json(path):\n    """Read a JSON file and return its content."""',
+    "import numpy as np\n\ndef softmax(x, axis=-1):",
+    "class Stack:",
+    "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",
+    "for i in range(10):",
+    "from pathlib import Path",
+    "try:\n    import json",
+    "if __name__ ==",
+]
+TOKENS = 16
+DEFAULT = {"model": "default_model", "max_tokens": TOKENS}
+
+
+@pytest.fixture(scope="module")
+def mlx():
+    """Writes what mlx-lm does after a prompt, resident and with its own kernels."""
+    model, tokenizer = mlx_lm.load(str(MODEL))
+    model.set_dtype(mx.float32)
+    write = partial(mlx_lm.generate, model, tokenizer, max_tokens=TOKENS)
+    return SimpleNamespace(write=write, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def texts(mlx):
+    return [mlx.write(prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def served(request):
+    """The server of a parameter's name."""
+    with serving(*SERVERS[request.param]) as server:
+        yield server
+
+
+@pytest.fixture
+def client(served):
+    return served.client
+
+
+every_server = pytest.mark.parametrize("served", SERVERS, indirect=True)
+two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
+
+
+def complete(client, prompt, **fields):
+    return client.completions.create(prompt=prompt, **DEFAULT | fields).choices[0].text
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def chat(client, *messages, **fields):
+    return client.chat.completions.create(messages=list(messages), **DEFAULT | fields)
+
+
+def cached(answer):
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+@every_server
+def test_the_text_is_that_of_mlx_lm(client, texts):
+    """Of eight at once, and of one in every form."""
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda p: complete(client, p), PROMPTS)) == texts
+    prompt, text = PROMPTS[0], texts[0]
+    parts = client.completions.create(prompt=prompt, stream=True, **DEFAULT)
+    assert "".join(part.choices[0].text for part in parts) == text
+    answer = chat(client, user(prompt))
+    assert answer.choices[0].message.content == text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == TOKENS
+
+
+@every_server
+def test_a_text_ends_before_its_first_stop_string(client, texts):
+    """Also if a stop string begins or ends within a token; streamed or not, eight at once."""
+    rng = random.Random(5)
+
+    def ask(_):
+        prompt, text = rng.choice([*zip(PROMPTS, texts)])
+        stops = [text[a : a + rng.randint(1, 9)] for a in rng.sample(range(len(text)), 3)]
+        stops = ["no such text", *stops[: rng.randint(1, 3)]]
+        parts = client.completions.create(
+            prompt=prompt, stop=stops, stream=rng.random() < 0.5, **DEFAULT
+        )
+        choices = [part.choices[0] for part in (parts if hasattr(parts, "response") else [parts])]
+        assert "".join(c.text for c in choices) == text[: min(text.find(s) % 10**6 for s in stops)]
+        assert choices[-1].finish_reason == "stop"
+
+    with ThreadPoolExecutor(8) as threads:
+        assert len([*threads.map(ask, range(int(os.environ.get("MOELAB_STOPS", 24))))])
+
+
+@two_servers
+def test_what_was_read_before_is_not_read_again(client, mlx):
+    """The same prompt, a conversation that goes on, the same instructions before another text; and
+    a prompt that begins a kept one, of which one token is read."""
+    rules = {"role": "system", "content": '"""Notes about a queue of jobs, and how it empties.\n'}
+    messages, length = [rules], 0
+    for text in ("class Queue:\n    def push(self):", "def write(line):"):
+        messages.append(user(text))
+        first, again = (chat(client, *messages) for _ in range(2))
+        assert length <= cached(first) < cached(again) == again.usage.prompt_tokens - 1
+        answers = {answer.choices[0].message.content for answer in (first, again)}
+        prompt = mlx.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        assert answers == {mlx.write(prompt)}
+        messages.append({"role": "assistant", "content": answers.pop()})
+        length = len(prompt) - 1
+    other = user("def empty(jobs):\n")
+    assert 8 <= cached(chat(client, rules, other)) < length and not cached(chat(client, other))
+    for text in ("import json\nimport re", "import json\nimport", "import json\nimport"):
+        answer = client.completions.create(prompt=text, **DEFAULT)
+    assert cached(answer) == answer.usage.prompt_tokens - 1 > 0
+
+
+@two_servers
+def test_prompts_that_begin_alike(client, mlx):
+    """The second shows where they part. The third is read from there, and its text is right."""
+    begin = "x = 1  # What this file of settings says, and where each of them is read\n"
+    begin += "def of(values, names, defaults):\n    return"
+    shared = len(mlx.tokenizer.encode(begin))
+    assert shared > 24
+    for i, end in enumerate((" values + names", " sorted(names)", " {name: 1")):
+        answer = client.completions.create(prompt=begin + end, **DEFAULT)
+        assert cached(answer) == (0 if i < 2 else shared)
+    assert answer.choices[0].text == mlx.write(begin + end)
+
+
+@two_servers
+def test_a_seed_writes_the_text(client, mlx):
+    """With a penalty, which looks at the whole prompt, cached or not; and of no other request."""
+    fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
+    texts = {complete(client, PROMPTS[0], **fields) for _ in range(2)}
+    mx.random.seed(7)
+    assert texts == {mlx.write(PROMPTS[0], sampler=make_sampler(0.8, top_p=1.0, top_k=50))}
+    penalty = {"extra_body": {"repetition_penalty": 1.5, "repetition_context_size": 200}}
+    texts = [complete(client, PROMPTS[0], **penalty) for _ in range(2)]
+    assert texts[0] == texts[1] != complete(client, PROMPTS[0])
+    unseeded = set()
+    for _ in range(3):
+        complete(client, PROMPTS[0], **fields)
+        unseeded.add(complete(client, PROMPTS[0], temperature=2, max_tokens=40))
+    assert len(unseeded) == 3
+
+
+def test_a_quantized_cache(mlx):
+    """With a draft; again with the prompt cached."""
+    options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
+    wanted = mlx.write(PROMPTS[1], max_tokens=40, kv_bits=4, quantized_kv_start=20)
+    with serving(*SLOTS, *options) as server:
+        for _ in range(2):
+            assert complete(server.client, PROMPTS[1], max_tokens=40) == wanted
+
+
+@pytest.mark.parametrize("served", ["streamed", "lookup"], indirect=True)
+def test_a_short_prompt_does_not_wait_for_a_long_one(client, mlx, texts):
+    """It is read and its text written while the long one is read; both texts are right."""
+    ids = mlx.tokenizer.encode(max(MODEL.glob("heldout/*.py"), key=os.path.getsize).read_text())
+    written, long = {"long": "", "short": ""}, ids[:1300]
+
+    def ask(name, prompt):
+        for part in client.completions.create(prompt=prompt, stream=True, **DEFAULT):
+            written[name] += part.choices[0].text
+
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(ask, "long", long)
+        time.sleep(0.3)
+        threads.submit(ask, "short", PROMPTS[0]).result()
+        assert written == {"long": "", "short": texts[0]}
+        slow.result()
+    assert written["long"] == mlx.write(long)
