@@ -42,6 +42,7 @@ class Model:
             loading["tokenizer_config"]["chat_template"] = args.chat_template
         # The draft comes before the model, whose slots take the memory that is left.
         self.draft = open_draft(args.draft_model, config.kernels)
+        self.prompt_files = PromptFiles(args, config, self.draft) if args.prompt_cache_dir else None
         path = find(args.model)
         config = self._with_room(path, leave_room(config, self.draft))
         self.model, self.tokenizer = load(path, config, group=group, **loading)
@@ -120,6 +121,10 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             "'moelab[serve]'"
         ) from error
     group = joined()
+    if group is not None and args.prompt_cache_dir:
+        raise ValueError(
+            "--prompt-cache-dir: several ranks would keep other prompts. Leave it out."
+        )
     follows = group is not None and group.rank() > 0
     level = "ERROR" if follows else args.log_level
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
@@ -128,8 +133,8 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
         model = Model(args, config, group)
         free = _prompt_memory(model, args)
         prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
-        if args.prompt_cache_dir and not follows:
-            prompts.restore(PromptFiles(args, config, model.draft))
+        if model.prompt_files:
+            prompts.restore(model.prompt_files)
         engine = Engine(model, prompts)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end

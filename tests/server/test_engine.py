@@ -177,20 +177,21 @@ def test_a_quantized_cache(mlx):
             assert complete(server.client, PROMPTS[1], max_tokens=40) == wanted
 
 
-@pytest.mark.parametrize("served", ["streamed", "lookup"], indirect=True)
-def test_a_short_prompt_does_not_wait_for_a_long_one(client, mlx, texts):
+@pytest.mark.parametrize("name", ["streamed", "lookup"])
+def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
     """It is read and its text written while the long one is read; both texts are right."""
     ids = mlx.tokenizer.encode(max(MODEL.glob("heldout/*.py"), key=os.path.getsize).read_text())
-    written, long = {"long": "", "short": ""}, ids[:1300]
+    written, long = {"long": "", "short": ""}, ids[:300]
 
-    def ask(name, prompt):
+    def ask(client, name, prompt):
         for part in client.completions.create(prompt=prompt, stream=True, **DEFAULT):
             written[name] += part.choices[0].text
 
-    with ThreadPoolExecutor(2) as threads:
-        slow = threads.submit(ask, "long", long)
-        time.sleep(0.3)
-        threads.submit(ask, "short", PROMPTS[0]).result()
+    options = (*SERVERS[name], "--prefill-step-size", "16")
+    with serving(*options) as server, ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(ask, server.client, "long", long)
+        time.sleep(0.05)
+        ask(server.client, "short", PROMPTS[0])
         assert written == {"long": "", "short": texts[0]}
         slow.result()
     assert written["long"] == mlx.write(long)

@@ -265,9 +265,10 @@ class Engine:
     def _read(self, text):
         """Read the next part of a prompt; the other prompts are read before the one after it."""
         self._reading.rotate(-1)
-        step = PART if len(self._texts) > 1 else self.model.args.prefill_step_size
-        end = min(text.prompt_size - 1, text.read + (SCORED if text.scores else step))
-        end = min([end, *(cut for cut in text.cuts if cut > text.read)])
+        most = SCORED if text.scores else PART if len(self._texts) > 1 else text.rest
+        step = min(self.model.args.prefill_step_size, most)
+        ends = [cut for cut in text.cuts if cut > text.read]
+        end = min([text.prompt_size - 1, text.read + step, *ends])
         part = mx.array(text.tokens[text.read : end], mx.uint32)
         if part.size:
             self._compute(text, part)
