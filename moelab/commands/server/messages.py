@@ -83,9 +83,11 @@ class Messages(Responses):
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
         """End a stream."""
         yield from self._end_text("")
-        reason, usage = REASONS.get(deltas[0].finish, "end_turn"), _usage(*deltas[0].usage)
-        self.answer |= {"stop_reason": reason, "usage": usage}
-        ended = {"stop_reason": reason, "stop_sequence": None}
+        finish, usage = deltas[0].finish, _usage(*deltas[0].usage)
+        stop = self.stop if finish == "stop" else None
+        reason = "stop_sequence" if stop else REASONS.get(finish, "end_turn")
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        self.answer |= ended | {"usage": usage}
         yield {"type": "message_delta", "delta": ended, "usage": usage}
         yield {"type": "message_stop"}
 

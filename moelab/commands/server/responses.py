@@ -152,7 +152,7 @@ class Responses(Chat):
 
     def add(self, part: Part) -> Delta:
         """Split a part of the text, and put what was written into items."""
-        delta = self._splitter.add(part)
+        delta, self.stop = self._splitter.add(part), part.stop
         written = [("reasoning", delta.reasoning), ("text", delta.text)]
         written += [(call, call.arguments) for call in delta.calls[: self.calls]]
         self.calls -= len(delta.calls[: self.calls])
