@@ -54,7 +54,7 @@ class _Request(Translated):
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make the ask, and what splits its text."""
         pieces = [*self.system, *(piece for pieces in self.messages for piece in pieces)]
-        if pieces[-1]["role"] == "assistant":
+        if not pieces or pieces[-1]["role"] == "assistant":
             words = (
                 "messages: expected the user's as the last, an assistant's cannot be gone on with"
             )
@@ -82,7 +82,7 @@ class Messages(Responses):
 
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
         """End a stream."""
-        yield from self._end_text("")
+        yield from self._end_item("")
         finish, usage = deltas[0].finish, _usage(*deltas[0].usage)
         stop = self.stop if finish == "stop" else None
         reason = "stop_sequence" if stop else REASONS.get(finish, "end_turn")

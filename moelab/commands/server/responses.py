@@ -140,7 +140,7 @@ class Responses(Chat):
 
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
-        # It splits the text itself, since the sum of what was written has no order.
+        # It splits the text itself: the sum of what was written has no order.
         (self._splitter,), self.splitters = self.splitters, [self]
         self.calls = 2**31 if self.request.parallel_tool_calls else 1  # that can still be made
         self.items, self._kind, self._said, self._space, self._events = [], None, [], "", []
@@ -151,12 +151,21 @@ class Responses(Chat):
         self.answer |= {"parallel_tool_calls": self.calls > 1, "output": self.items}
 
     def add(self, part: Part) -> Delta:
-        """Split a part of the text, and put what was written into items."""
+        """Split a part of the text, and put what was written into items, in their order.
+
+        White space alone is held: it makes no item before or after a call.
+        """
         delta, self.stop = self._splitter.add(part), part.stop
-        written = [("reasoning", delta.reasoning), ("text", delta.text)]
-        written += [(call, call.arguments) for call in delta.calls[: self.calls]]
-        self.calls -= len(delta.calls[: self.calls])
-        self._events = [event for kind, text in written for event in self._write(kind, text)]
+        text, self._space = self._space + delta.text, ""
+        if text.isspace() and self._kind != "text":
+            if delta.calls or isinstance(self._kind, Call):
+                text = ""
+            elif not delta.finish:
+                text, self._space = "", text
+        calls = [(call, call.arguments) for call in delta.calls[: self.calls]]
+        self.calls -= len(calls)
+        written = [("reasoning", delta.reasoning), ("text", text), *calls]
+        self._events = [e for kind, text in written if text for e in self._write(kind, text)]
         return delta
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
@@ -178,7 +187,7 @@ class Responses(Chat):
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
         """End a stream."""
         status = "incomplete" if deltas[0].finish == "length" else "completed"
-        yield from self._end_text(status)
+        yield from self._end_item(status)
         read, cached, written = deltas[0].usage
         usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
         usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
@@ -193,28 +202,17 @@ class Responses(Chat):
         failed = {"status": "failed", "error": {"code": "server_error", "message": words}}
         return Chat.error(words, param, status) | {"type": "response.failed", "response": failed}
 
-    def _write(self, kind, text, holds=True):
-        """Write text of a kind, or a call. White space alone is held; before a call, left out."""
-        if kind == "text" != self._kind:
-            text, self._space = self._space + text, ""
-            if text.isspace() and holds:
-                text, self._space = "", text
-        if text and kind != self._kind:
+    def _write(self, kind, text):
+        if kind != self._kind:
             yield from self._end_item("completed")
-            self._kind, self._said, self._space = kind, [], ""
+            self._kind, self._said = kind, []
             yield from self._open(kind)
-        if text:
-            self._said.append(text)
-            yield self._more(kind, text)
+        self._said.append(text)
+        yield self._more(kind, text)
 
     def _end_item(self, status):
         if self._kind is not None:
             yield from self._close(self._kind, "".join(self._said), status)
-
-    def _end_text(self, status):
-        if not isinstance(self._kind, Call):
-            yield from self._write("text", "", holds=False)
-        yield from self._end_item(status)
 
     def _open(self, kind):
         item = {"id": f"item_{uuid4().hex}", "status": "in_progress"}
