@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 
+import mlx.core as mx
+import mlx_lm
 from fake_served import MODEL, fake_served
 from in_process import listening
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -14,6 +16,7 @@ from moelab.commands.server.messages import CountTokens, Messages
 from moelab.commands.server.responses import Responses
 from moelab.commands.server.text import Call, Delta
 
+PROMPT = "def read_json(path):"
 CALLS = [Call("call_1", "f", '{"a": "é"}'), Call("call_2", "g", "{}")]
 ANSWERS = {  # what is written, and the items that it makes: thoughts begin with *
     "a text": ([Delta("Hel"), Delta("lo"), Delta(finish="stop")], ["Hello"]),
@@ -56,7 +59,9 @@ CHAT_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "Do", "parameters": {"type": "object"}},
 }
-TEMPLATE = """{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}
+# By its comment mlx-lm knows how calls are written.
+TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
+{% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
 
 
@@ -73,6 +78,15 @@ def caller():
         tool_call_end=json_tools.tool_call_end,
     )
     return served
+
+
+def written(prompt):
+    """What mlx-lm writes after a chat of one message, with a tool and the template."""
+    model, tokenizer = mlx_lm.load(str(MODEL))
+    model.set_dtype(mx.float32)
+    messages, options = [{"role": "user", "content": prompt}], {"chat_template": TEMPLATE}
+    tokens = tokenizer.apply_chat_template(messages, tools=[CHAT_TOOL], **options)
+    return mlx_lm.generate(model, tokenizer, tokens, max_tokens=16), len(tokens)
 
 
 class Speaker:

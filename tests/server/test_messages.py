@@ -4,14 +4,23 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
-import mlx.core as mx
-import mlx_lm
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from fake_served import fake_served
-from in_process import MODEL, SLOTS, serving
+from in_process import SLOTS, serving
 from pydantic import TypeAdapter
-from speaker import ANSWERS, CALLS, CHAT_TOOL, SAID, answered, caller, speaking
+from speaker import (
+    ANSWERS,
+    CALLS,
+    CHAT_TOOL,
+    PROMPT,
+    SAID,
+    TEMPLATE,
+    answered,
+    caller,
+    speaking,
+    written,
+)
 
 from moelab.commands.server.ask import Refused
 from moelab.commands.server.completions import Chat
@@ -244,26 +253,32 @@ def test_count_tokens():
 @pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
 def test_the_text_is_that_of_mlx_lm(draft):
     """Streamed and not, alone and four at once; the second time its prompt is not read again."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    prompt = "def read_json(path):"
-    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=16)
-    messages = [{"role": "user", "content": prompt}]
-    fields = {"model": "default_model", "max_tokens": 16, "messages": messages}
+    text, size = written(PROMPT)
+    usual = {"model": "default_model", "messages": [{"role": "user", "content": PROMPT}]}
+    usual["tools"] = [TOOL]
 
-    def ask(_):
+    def ask(_, **fields):
+        fields |= usual | {"max_tokens": 16}
         answer = client.messages.create(**fields)
         with client.messages.stream(**fields) as stream:
             return answer, stream.get_final_message()
 
-    with serving(*SLOTS, *draft) as served, client_of(served.url) as client:
-        size = client.messages.count_tokens(model="default_model", messages=messages).input_tokens
+    serves = serving(*SLOTS, "--chat-template", TEMPLATE, *draft)
+    with serves as served, client_of(served.url) as client:
+        assert client.messages.count_tokens(**usual).input_tokens == size
         with ThreadPoolExecutor(4) as threads:
             answers = [answer for pair in [ask(0), *threads.map(ask, range(4))] for answer in pair]
-        for answer in answers:
-            Message.model_validate(answer.model_dump(), strict=True)
-            assert [content(block) for block in answer.content] == [text]
-            used = answer.usage
-            assert used.input_tokens + used.cache_read_input_tokens == size
-            assert (used.output_tokens, answer.stop_reason) == (16, "max_tokens")
-        assert answers[1].usage.input_tokens == 1
+        stops = [text[5:8], text[12:14]]
+        stopped = ask(0, stop_sequences=stops)
+    for answer in (*answers, *stopped):
+        Message.model_validate(answer.model_dump(), strict=True)
+        used = answer.usage
+        assert used.input_tokens + used.cache_read_input_tokens == size
+    for answer in answers:
+        assert [content(block) for block in answer.content] == [text]
+        assert (answer.usage.output_tokens, answer.stop_reason) == (16, "max_tokens")
+    assert answers[1].usage.cache_read_input_tokens > size // 2
+    first = min(stops, key=text.find)
+    for answer in stopped:
+        assert "".join(map(content, answer.content)) == text[: text.find(first)]
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", first)

@@ -3,16 +3,25 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import mlx.core as mx
-import mlx_lm
 import openai
 import pytest
 from fake_served import fake_served
-from in_process import MODEL, SLOTS, serving
+from in_process import SLOTS, serving
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from speaker import ANSWERS, CALLS, CHAT_TOOL, SAID, answered, caller, speaking
+from speaker import (
+    ANSWERS,
+    CALLS,
+    CHAT_TOOL,
+    PROMPT,
+    SAID,
+    TEMPLATE,
+    answered,
+    caller,
+    speaking,
+    written,
+)
 
 from moelab.commands.server.ask import Refused
 from moelab.commands.server.completions import Chat
@@ -235,22 +244,19 @@ def test_errors():
 @pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
 def test_the_text_is_that_of_mlx_lm(draft):
     """Streamed and not, alone and four at once; the second time its prompt is not read again."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    prompt = "def read_json(path):"
-    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=16)
-    fields = {"model": "default_model", "max_output_tokens": 16, "input": prompt}
+    text, size = written(PROMPT)
+    fields = {"model": "default_model", "max_output_tokens": 16, "input": PROMPT, "tools": [TOOL]}
 
     def ask(_):
         *_, last = served.client.responses.create(**fields, stream=True)
         return served.client.responses.create(**fields), last.response
 
-    with serving(*SLOTS, *draft) as served:
-        with ThreadPoolExecutor(4) as threads:
-            answers = [answer for pair in [ask(0), *threads.map(ask, range(4))] for answer in pair]
-        for answer in answers:
-            Response.model_validate(answer.model_dump(), strict=True)
-            assert [content(item) for item in answer.output] == [text] == [answer.output_text]
-            assert answer.usage.output_tokens == 16 and answer.status == "incomplete"
-        usage = answers[0].usage
-        assert usage.input_tokens_details.cached_tokens == usage.input_tokens - 1
+    serves = serving(*SLOTS, "--chat-template", TEMPLATE, *draft)
+    with serves as served, ThreadPoolExecutor(4) as threads:
+        answers = [answer for pair in [ask(0), *threads.map(ask, range(4))] for answer in pair]
+    for answer in answers:
+        Response.model_validate(answer.model_dump(), strict=True)
+        assert [content(item) for item in answer.output] == [text] == [answer.output_text]
+        assert answer.usage.output_tokens == 16 and answer.status == "incomplete"
+        assert answer.usage.input_tokens == size
+    assert answers[0].usage.input_tokens_details.cached_tokens > size // 2

@@ -110,7 +110,7 @@ def test_a_text_ends_before_the_first_stop_string(text, stops, places):
         held = taken[len(sent) :]
         assert ends.found or not held or any(stop.startswith(held) for stop in stops)
     sent += ends.end()
-    assert (sent, ends.found) == (expected, bool(begins))
+    assert (sent, bool(ends.found)) == (expected, bool(begins))
     assert ends.add("more") == ("" if begins else "more")
 
 

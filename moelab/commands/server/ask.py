@@ -57,3 +57,4 @@ class Part(NamedTuple):
     prompt: list[Token] = ()  # if asked for, in the first part
     finish: str | None = None  # stop or length
     usage: Usage | None = None
+    stop: str | None = None  # the stop string that ended the text

@@ -93,7 +93,7 @@ class _Text:
         written = len(self.tokens) - self.prompt_size
         usage = Usage(self.prompt_size, self.cached, written) if finish else None
         if text or tokens or self.scores or finish:
-            self.tell(Part(text, tokens, self.scores, finish, usage))
+            self.tell(Part(text, tokens, self.scores, finish, usage, self._stops.found))
             self.scores = []
         return finish is not None
 

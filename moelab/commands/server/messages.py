@@ -54,7 +54,7 @@ class _Request(Translated):
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make the ask, and what splits its text."""
         pieces = [*self.system, *(piece for pieces in self.messages for piece in pieces)]
-        if pieces[-1]["role"] == "assistant":
+        if not pieces or pieces[-1]["role"] == "assistant":
             words = (
                 "messages: expected the user's as the last, an assistant's cannot be gone on with"
             )
@@ -82,10 +82,12 @@ class Messages(Responses):
 
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
         """End a stream."""
-        yield from self._finish()
-        reason, usage = REASONS.get(deltas[0].finish, "end_turn"), _usage(*deltas[0].usage)
-        self.answer |= {"stop_reason": reason, "usage": usage}
-        ended = {"stop_reason": reason, "stop_sequence": None}
+        yield from self._end_item("")
+        finish, usage = deltas[0].finish, _usage(*deltas[0].usage)
+        stop = self.stop if finish == "stop" else None
+        reason = "stop_sequence" if stop else REASONS.get(finish, "end_turn")
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        self.answer |= ended | {"usage": usage}
         yield {"type": "message_delta", "delta": ended, "usage": usage}
         yield {"type": "message_stop"}
 
@@ -101,20 +103,18 @@ class Messages(Responses):
         yield self._event("start", content_block={**self.items[-1]})
 
     def _more(self, kind, text):
-        block = self.items[-1]
-        if kind not in BLOCKS:
-            block["input"] = json.loads(text)
-            return self._event("delta", delta={"type": "input_json_delta", "partial_json": text})
-        name = block["type"]
-        block[name] += text
-        return self._event("delta", delta={"type": f"{name}_delta", name: text})
+        name = {"text": "text_delta", "reasoning": "thinking_delta"}.get(kind, "input_json_delta")
+        field = {"text": "text", "reasoning": "thinking"}.get(kind, "partial_json")
+        return self._event("delta", delta={"type": name, field: text})
 
-    def _close(self, status=None):
-        if self._kind == "reasoning":
-            self.items[-1]["signature"] = SIGNATURE
+    def _close(self, kind, text, status):
+        block = self.items[-1]
+        if kind == "reasoning":
+            block |= {"thinking": text, "signature": SIGNATURE}
             yield self._event("delta", delta={"type": "signature_delta", "signature": SIGNATURE})
-        if self._kind:
-            yield self._event("stop")
+        else:
+            block |= {"text": text} if kind == "text" else {"input": json.loads(text)}
+        yield self._event("stop")
 
     def _event(self, kind, **fields):
         return {"type": f"content_block_{kind}", "index": len(self.items) - 1} | fields

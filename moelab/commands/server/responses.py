@@ -140,10 +140,10 @@ class Responses(Chat):
 
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
-        # It splits the text itself, since the sum of what was written has no order.
+        # It splits the text itself: the sum of what was written has no order.
         (self._splitter,), self.splitters = self.splitters, [self]
         self.calls = 2**31 if self.request.parallel_tool_calls else 1  # that can still be made
-        self.items, self._kind, self._space, self._events = [], None, "", []
+        self.items, self._kind, self._said, self._space, self._events = [], None, [], "", []
         self._numbers = count(2)  # of a stream's events, after those that begin it
         self.answer = {"id": self.head["id"], "object": "response", "model": served.name}
         self.answer |= {"created_at": self.head["created"], "status": "in_progress"}
@@ -151,12 +151,21 @@ class Responses(Chat):
         self.answer |= {"parallel_tool_calls": self.calls > 1, "output": self.items}
 
     def add(self, part: Part) -> Delta:
-        """Split a part of the text, and put what was written into items."""
-        delta = self._splitter.add(part)
-        written = [("reasoning", delta.reasoning), ("text", delta.text)]
-        written += [(call, call.arguments) for call in delta.calls[: self.calls]]
-        self.calls -= len(delta.calls[: self.calls])
-        self._events = [event for kind, text in written for event in self._write(kind, text)]
+        """Split a part of the text, and put what was written into items, in their order.
+
+        White space alone is held: it makes no item before or after a call.
+        """
+        delta, self.stop = self._splitter.add(part), part.stop
+        text, self._space = self._space + delta.text, ""
+        if text.isspace() and self._kind != "text":
+            if delta.calls or isinstance(self._kind, Call):
+                text = ""
+            elif not delta.finish:
+                text, self._space = "", text
+        calls = [(call, call.arguments) for call in delta.calls[: self.calls]]
+        self.calls -= len(calls)
+        written = [("reasoning", delta.reasoning), ("text", text), *calls]
+        self._events = [e for kind, text in written if text for e in self._write(kind, text)]
         return delta
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
@@ -178,7 +187,7 @@ class Responses(Chat):
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
         """End a stream."""
         status = "incomplete" if deltas[0].finish == "length" else "completed"
-        yield from self._finish(status)
+        yield from self._end_item(status)
         read, cached, written = deltas[0].usage
         usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
         usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
@@ -193,55 +202,44 @@ class Responses(Chat):
         failed = {"status": "failed", "error": {"code": "server_error", "message": words}}
         return Chat.error(words, param, status) | {"type": "response.failed", "response": failed}
 
-    def _write(self, kind, text, ends=False):
-        """Write some text of a kind, or a call. White space alone before a call is left out."""
-        if kind == "text" != self._kind:
-            self._space, text = "", self._space + text
-            if text.isspace() and not ends:
-                self._space, text = text, ""
-        if text and kind != self._kind:
-            yield from self._close()
-            self._kind, self._space = kind, ""
+    def _write(self, kind, text):
+        if kind != self._kind:
+            yield from self._end_item("completed")
+            self._kind, self._said = kind, []
             yield from self._open(kind)
-        if text:
-            yield self._more(kind, text)
+        self._said.append(text)
+        yield self._more(kind, text)
 
-    def _finish(self, status=None):
-        if not isinstance(self._kind, Call):
-            yield from self._write("text", "", ends=True)
-        yield from self._close(status)
+    def _end_item(self, status):
+        if self._kind is not None:
+            yield from self._close(self._kind, "".join(self._said), status)
 
     def _open(self, kind):
         item = {"id": f"item_{uuid4().hex}", "status": "in_progress"}
-        if isinstance(kind, Call):
-            item |= {"type": "function_call", "call_id": kind.id, "name": kind.name}
-            item |= {"arguments": ""}
-        else:
+        if kind in PARTS:
             item |= HEADS[kind] | {"content": []}
+        else:
+            item |= {"type": "function_call", "call_id": kind.id, "name": kind.name}
+            item["arguments"] = ""
         self.items.append(item)
         yield self._event("output_item.added", item={**item})
         if kind in PARTS:
-            item["content"] = [PARTS[kind] | {"text": ""}]
-            yield self._event("content_part.added", part={**item["content"][0]})
+            yield self._event("content_part.added", part=PARTS[kind] | {"text": ""})
 
     def _more(self, kind, text):
-        if kind in PARTS:
-            self.items[-1]["content"][0]["text"] += text
-            return self._event(f"{PARTS[kind]['type']}.delta", delta=text)
-        self.items[-1]["arguments"] = text
-        return self._event("function_call_arguments.delta", delta=text)
+        name = PARTS[kind]["type"] if kind in PARTS else "function_call_arguments"
+        return self._event(f"{name}.delta", delta=text)
 
-    def _close(self, status="completed"):
-        if self._kind is None:
-            return
+    def _close(self, kind, text, status):
         item = self.items[-1]
-        if self._kind in PARTS:
-            (part,) = item["content"]
-            yield self._event(f"{part['type']}.done", text=part["text"])
+        if kind in PARTS:
+            part = PARTS[kind] | {"text": text}
+            item["content"] = [part]
+            yield self._event(f"{part['type']}.done", text=text)
             yield self._event("content_part.done", part=part)
         else:
-            given = {name: item[name] for name in ("name", "arguments")}
-            yield self._event("function_call_arguments.done", **given)
+            item["arguments"] = text
+            yield self._event("function_call_arguments.done", name=kind.name, arguments=text)
         item["status"] = status
         yield self._event("output_item.done", item=item)
 

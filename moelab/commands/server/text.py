@@ -19,14 +19,14 @@ class Stops:
     """Ends a text before the stop string that starts first in it; none of ``stops`` is empty."""
 
     def __init__(self, stops: list[str]):
-        self._stops, self._held, self.found = stops, "", False
+        self._stops, self._held, self.found = stops, "", None
 
     def add(self, text: str, last: bool = False) -> str:
         """Take the next piece; return what can be sent. What may begin a stop string is held."""
         text, self._held = self._held + text, ""
         for i in range(len(text)):
             begun = [s for s in self._stops if s.startswith(text[i : i + len(s)])]
-            self.found = self.found or any(text.startswith(s, i) for s in begun)
+            self.found = self.found or next((s for s in begun if text.startswith(s, i)), None)
             if self.found or (begun and not last):
                 self._held = text[i:]
                 return text[:i]
