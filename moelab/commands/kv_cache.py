@@ -10,16 +10,13 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
@@ -35,7 +32,6 @@ from ..streaming.config import StreamConfig
 from ..streaming.model import find
 from .drafting import read_zeros
 
-KINDS = ("assistant", "user", "system")  # of prompts in mlx-lm's LRUPromptCache
 Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, and mlx-lm's kind
 
 
@@ -201,43 +197,30 @@ class PromptFiles:
     stderr says why. A ValueError says why ``--prompt-cache-dir`` cannot be used.
     """
 
-    NAME = "prompt-" + "[0-9a-f]" * 16
-
     def __init__(self, args: argparse.Namespace, config: StreamConfig, draft: Draft | None = None):
         self._name, self._unread, self._draft = args.model, _unread(args, config), draft
-        self._drafted = draft.make_cache() if draft is not None else []
         self._folder, self._own = Path(args.prompt_cache_dir), set()
-        path, model = self._unread
-        self._about = {"model": str(path.path.resolve()), "made": _made_by(args, config, path.path)}
-        where = f"--prompt-cache-dir {self._folder}"
-        for name in {type(c).__name__ for c in make_prompt_cache(model)}:
-            if not hasattr(mlx_lm_cache, name):
-                raise ValueError(f"{where}: mlx-lm cannot read a {name} from a file. Leave it out.")
+        path = self._unread[0].path.resolve()
+        self._about = {"model": str(path), "made": _made_by(args, config, path)}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._folder):
                 pass
-            for half in self._folder.glob(f"{self.NAME}.*.safetensors"):
-                pid = half.name.split(".")[1]
-                if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
-                    half.unlink()  # of a process that was killed while it wrote
         except OSError as error:
             raise ValueError(
-                f"{where}: expected a folder to write files in ({describe(error)}). Give another."
+                f"--prompt-cache-dir {self._folder}: expected a folder to write files in "
+                f"({describe(error)}). Give another."
             ) from error
 
     def read(self, most: int, nbytes: int) -> list[Prompt]:
         """Read the newest ``most`` prompts whose files take ``nbytes`` together; oldest first."""
-        prompts, files = [], []
-        for file in self._folder.glob(f"{self.NAME}.safetensors"):
-            with suppress(FileNotFoundError):  # another server may have deleted it
-                files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
-        for _, size, file in sorted(files, reverse=True):
-            if len(prompts) == most or size > nbytes:
-                continue
+        prompts, files = [], self._folder.glob("prompt-????????????????.safetensors")
+        for file in sorted(files, key=lambda f: f.stat().st_mtime_ns, reverse=True)[:most]:
+            nbytes -= file.stat().st_size
+            if nbytes < 0:
+                break
             try:
                 prompts.append(self._prompt(file))
-                nbytes -= size
                 self._own.add(file)
             except Exception as error:  # mlx-lm's code and MLX may raise anything
                 print(f"moelab: {file}: left alone: {describe(error)}", file=sys.stderr)
@@ -245,16 +228,12 @@ class PromptFiles:
 
     def _prompt(self, file):
         cache, about = _read(file, self._name, *self._unread, self._draft, self._about["made"])
-        tokens, kind = json.loads(about["tokens"]), about["kind"]
-        if kind not in KINDS or any(
-            getattr(c, "offset", len(tokens)) != len(tokens) for c in cache
-        ):
-            raise ValueError(f"expected caches of {len(tokens)} tokens, of {' or '.join(KINDS)}")
-        for c in self._drafted:
+        tokens = json.loads(about["tokens"])
+        for c in self._draft.make_cache() if self._draft is not None else []:
             if isinstance(c, TokenCache):
-                cache.append(copy.deepcopy(c))
-                cache[-1].tokens = tokens[:]
-        return tokens, cache, kind
+                c.tokens = tokens[:]
+                cache.append(c)
+        return tokens, cache, about["kind"]
 
     def write(self, prompts: Iterable[Prompt]) -> None:
         """Write prompts, oldest first, and delete the files of others that were read or written."""
@@ -263,16 +242,14 @@ class PromptFiles:
             about = self._about | {"tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
             kept[self._folder / f"prompt-{name}.safetensors"] = _without_lookup(cache), about
-        files = [*self._own - kept.keys(), *reversed(kept)]
-        for i, file in enumerate(files):
+        for file in self._own - kept.keys():
+            file.unlink(missing_ok=True)
+        for i, (file, prompt) in enumerate(kept.items()):
             try:
-                if file not in kept:
-                    file.unlink(missing_ok=True)
-                    continue
-                if file not in self._own or not file.exists():
-                    write_prompt_cache(file, *kept[file])
-                    self._own.add(file)
-                os.utime(file, ns=(now - i, now - i))  # by which ``read`` finds the newest
+                if not file.exists():
+                    write_prompt_cache(file, *prompt)
+                self._own.add(file)
+                os.utime(file, ns=(now + i, now + i))  # by which ``read`` finds the newest
             except (OSError, ValueError) as error:
                 print(f"moelab: {file}: {describe(error)}", file=sys.stderr)
 

@@ -5,6 +5,8 @@ import json
 import mlx.core as mx
 import pytest
 from fake_served import MODEL, fake_served
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from moelab.commands.server.ask import Ask, Refused
@@ -165,3 +167,26 @@ def test_a_bad_field(field):
         assert "surrogates" in said if value == "\ud800" else said.startswith(refused.value.param)
         param = getattr(refused.value, "param", field)
         assert field.startswith(param[:40]) and len(said) < 400 and len(param) < 200
+
+
+WORDS = ["text", "user", "tool", "auto", "function", "tiny-moe", "", "5", "é", "\ud800"]
+KEYS = ["role", "content", "type", "text", "function", "name", "arguments", "tool_calls", "5"]
+LEAVES = st.none() | st.booleans() | st.integers(-2, 9000) | st.floats() | st.sampled_from(WORDS)
+JSON = st.recursive(
+    LEAVES,
+    lambda of: st.lists(of, max_size=3) | st.dictionaries(st.sampled_from(KEYS), of, max_size=4),
+)
+MESSAGES = st.lists(JSON.map(lambda v: {"role": "user", **(v if isinstance(v, dict) else {})}))
+NAMES = st.sampled_from([*ChatRequest.model_fields, *CompletionRequest.model_fields, "temperature"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | MESSAGES)
+def test_any_json(body, chats, main):
+    """It becomes asks that ranks can share, or an error of few words."""
+    kind, name = (ChatRequest, "messages") if chats else (CompletionRequest, "prompt")
+    try:
+        made = asks(kind, {name: main} | body)
+        assert made and json.dumps([vars(ask) for ask in made], allow_nan=False)
+    except ValueError as error:
+        assert isinstance(error, (Refused, UnicodeEncodeError)) and len(str(error)) < 400

@@ -4,8 +4,10 @@ A field that is null has its default. One that this server does not know is refu
 """
 
 import json
+from inspect import signature
 from typing import Annotated, Any, Literal, NotRequired, Self
 
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
@@ -19,9 +21,8 @@ TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # wi
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
 ONLY |= {"reasoning_effort": "medium", "verbosity": "medium", "best_of": 1, "suffix": ""}  # or null
-SAMPLING = {"temp", "top_p", "top_k", "min_p", "xtc_probability", "xtc_threshold"}
-PENALTIES = {f"{kind}_penalty" for kind in ("repetition", "presence", "frequency")}
-PENALTIES |= {name.replace("penalty", "context_size") for name in PENALTIES} | {"logit_bias"}
+SAMPLING = {*signature(make_sampler).parameters}
+PENALTIES = {*signature(make_logits_processors).parameters}
 
 
 def _object(**fields):
@@ -86,10 +87,10 @@ class Request(BaseModel):
     def make(self, prompts: list[tuple], served: Any, scores: int | None, echo=False) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
         args, size, bias = served.args, served.size, self.logit_bias
-        _expect(self.model in (DEFAULT, served.name, args.model), "model", served.name, self.model)
-        drafts, adapters = (DEFAULT, args.draft_model), (DEFAULT, args.adapter_path)
-        _expect(self.draft_model in drafts, "draft_model", args.draft_model, self.draft_model)
-        _expect(self.adapters in adapters, "adapters", args.adapter_path, self.adapters)
+        known = {"model": (served.name, args.model), "draft_model": (args.draft_model,)}
+        for name, names in (known | {"adapters": (args.adapter_path,)}).items():
+            got = getattr(self, name)
+            _expect(got in (DEFAULT, *names), name, f"{names[0]}, as served, or {DEFAULT}", got)
         _expect((self.top_k or 0) < size, "top_k", f"less than the {size} tokens", self.top_k)
         _expect(max(bias, default=0) < size, "logit_bias", f"tokens from 0 to {size - 1}", bias)
         for tokens, _ in prompts:
@@ -146,7 +147,7 @@ class CompletionRequest(Request):
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make ``prompt`` a list, the asks and, for each, what leaves its text as it is."""
-        is_one = isinstance(self.prompt, str) or isinstance((*self.prompt, 0)[0], int)
+        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), 0), int)
         self.prompt = [self.prompt] if is_one else self.prompt
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]

@@ -59,7 +59,8 @@ def chat_tokens(
     end = shared(messages) if has_states or thinks else 0
     thinks = thinks and not opened < end < len(tokens)  # a message that says <think> does not
     state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
-    cuts = {end: "user"}
+    # The state after a user's message serves longest: its answer may be rendered without thinking.
+    cuts = {end: "user" if messages[-1]["role"] == "user" else "assistant"}
     leading = len([*takewhile(lambda m: m["role"] in ("system", "developer"), messages)])
     if has_states and (leading or tools):
         cuts[shared([*messages[:leading], {"role": "user", "content": ""}])] = "system"

@@ -1,0 +1,114 @@
+"""A server whose model says what a test wants: it thinks and calls tools."""
+
+from contextlib import contextmanager
+
+from fake_served import MODEL, fake_served
+from in_process import listening
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
+from transformers import AutoTokenizer
+
+from moelab.commands.server import http
+from moelab.commands.server.ask import Part, Usage
+from moelab.commands.server.messages import CountTokens, Messages
+from moelab.commands.server.responses import Responses
+from moelab.commands.server.text import Call, Delta
+
+CALLS = [Call("call_1", "f", '{"a": "é"}'), Call("call_2", "g", "{}")]
+ANSWERS = {  # what is written, and the items that it makes: thoughts begin with *
+    "a text": ([Delta("Hel"), Delta("lo"), Delta(finish="stop")], ["Hello"]),
+    "nothing": ([Delta(finish="stop")], []),
+    "thoughts": (
+        [Delta(reasoning="H"), Delta(reasoning="m"), Delta("\n"), Delta("So", finish="stop")],
+        ["*Hm", "\nSo"],
+    ),
+    "a cut thought": ([Delta(reasoning="Hm", finish="length")], ["*Hm"]),
+    "white space": ([Delta(reasoning="Hm"), Delta("\n"), Delta(finish="stop")], ["*Hm", "\n"]),
+    "calls": (
+        [
+            Delta("\n"),
+            Delta(calls=CALLS[:1]),
+            Delta("\n"),
+            Delta(calls=CALLS[1:]),
+            Delta("\n", finish="tool_calls"),
+        ],
+        CALLS,
+    ),
+    "all in turns": (
+        [
+            Delta("A", "B"),
+            Delta("C", calls=CALLS[:1]),
+            Delta("D"),
+            Delta(reasoning="E"),
+            Delta(calls=CALLS[1:], finish="tool_calls"),
+        ],
+        ["*B", "AC", CALLS[0], "D", "*E", CALLS[1]],
+    ),
+}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
+SAID = {  # what a model says and how it ends, and the items
+    "text": (["Hello"], ["Hello"]),
+    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "call"]),
+    "malformed": (["A<tool_call>{oops</tool_call>"], ["A<tool_call>{oops</tool_call>"]),
+    "cut": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
+}
+CHAT_TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "Do", "parameters": {"type": "object"}},
+}
+TEMPLATE = """{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}
+{% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
+
+
+def caller():
+    """What is served of a model that thinks and calls tools."""
+    hf = AutoTokenizer.from_pretrained(MODEL)
+    hf.chat_template = TEMPLATE
+    hf.add_tokens(["<think>", "</think>"])
+    served = fake_served()
+    served.tokenizer = TokenizerWrapper(
+        hf,
+        tool_parser=json_tools.parse_tool_call,
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+    )
+    return served
+
+
+class Speaker:
+    """An engine that writes a text, a letter at a time, or raises an error after it."""
+
+    def __init__(self, said, finish="stop"):
+        self.said, self.finish = said, finish
+
+    def begin(self, ask, tell):
+        for letter in self.said:
+            tell(Part(letter))
+        usage = Usage(len(ask.tokens), 1, len(self.said))
+        ended = isinstance(self.finish, str)
+        tell(Part(finish=self.finish, usage=usage) if ended else self.finish)
+        return 1
+
+    def cancel(self, number):
+        pass
+
+    check = stop = lambda self: None
+
+
+@contextmanager
+def speaking(*said):
+    """The address of such a server."""
+    engine = Speaker(*said)
+    app = http.app(engine, caller(), (Responses, Messages, CountTokens), ())
+    with listening(app, engine) as url:
+        yield url
+
+
+def answered(request, deltas):
+    """The events of a stream but for its end, and the sum, as the HTTP layer makes them."""
+    told, events = iter(deltas), []
+    request._splitter.add = lambda part: next(told)
+    for _ in deltas:
+        delta = request.splitters[0].add(Part())
+        events += [*request.part(0, delta)]
+    return [*request.begin(), *events], sum(deltas, Delta(usage=Usage(30, 20, 7)))
