@@ -46,10 +46,8 @@ class _Text:
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
         self.tokens, self.prompt_size = list(ask.tokens), len(ask.tokens)
-        self.is_open = (
-            False  # whether it has a cache, here or in the batch, whose number is ``uid``
-        )
-        self.cache, self.uid, self.read, self.cached, self.cuts = None, None, 0, 0, {}
+        self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
+        self.uid = None  # its number in the batch
         scores = ask.echo and ask.logprobs is not None
         self.scores = [Token(ask.tokens[0], None, [])] if scores else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
@@ -80,14 +78,10 @@ class _Text:
             self._detokenizer.finalize()
         piece = self._detokenizer.last_segment
         self._decoded += len(piece)
-        text = self._stops.add(piece)
-        if finish:
-            text += self._stops.end()
-        if self._stops.found:
-            finish = "stop"
+        text = self._stops.add(piece) + (self._stops.end() if finish else "")
         self._told += len(text)
-        tokens = []
         whole = finish and not self._stops.found
+        finish, tokens = "stop" if self._stops.found else finish, []
         while self._held and (whole or self._held[0][0] < self._told):
             tokens.append(self._held.popleft()[1])
         written = len(self.tokens) - self.prompt_size
@@ -107,8 +101,7 @@ class Engine:
     def __init__(self, model, prompts):
         self.model, self.prompts, self._ranks = model, prompts, model.ranks
         self._inbox, self._lock, self._count = queue.SimpleQueue(), threading.Lock(), 0
-        self._error = None  # what ended the thread
-        self._tells = {}  # by the numbers of texts
+        self._tells, self._error = {}, None  # by the texts' numbers; what ended the thread
         # A text waits for memory, then its prompt is read here or, if short, in the batch.
         self._texts, self._waiting, self._reading = {}, deque(), deque()
         self._batch, self._in_batch = None, {}  # by the batch's numbers
@@ -122,10 +115,10 @@ class Engine:
         ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
         with self._lock:
             self._count += 1
-            if self._error:
-                tell(self._error)
             self._tells[self._count] = tell
             self._inbox.put((self._count, ask))
+            if self._error:
+                tell(self._error)
             return self._count
 
     def cancel(self, number: int) -> None:
@@ -133,13 +126,12 @@ class Engine:
         self._inbox.put((number, None))
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if one did, as no rank goes on without another."""
-        if self._error is None or isinstance(self._error, Stopped):
-            return
-        if self._ranks is None or isinstance(self._error, RankError):
+        """Raise the error that ended the thread, if one did: no rank goes on without another."""
+        if self._ranks and self._error and not isinstance(self._error, Stopped | RankError):
+            rank = f"rank {self._ranks.rank} of {self._ranks.size}"
+            raise RankError(f"{rank}: {describe(self._error)}") from self._error
+        if self._error and not isinstance(self._error, Stopped):
             raise self._error
-        rank = f"rank {self._ranks.rank} of {self._ranks.size}"
-        raise RankError(f"{rank}: {describe(self._error)}") from self._error
 
     def stop(self) -> None:
         """End the texts that were begun with an error, and the thread."""
@@ -184,17 +176,16 @@ class Engine:
             self._waiting.append(text)
         for number in turn["gone"]:
             if text := self._texts.get(number):
-                self._try([text], self._end, text)
+                self._try(self._end, text)
         while self._waiting and self._fits(self._waiting[0]):
-            text = self._waiting.popleft()
-            self._try([text], self._open, text)
+            self._try(self._open, self._waiting.popleft())
         if turn["reads"] and self._reading:
-            self._try([self._reading[0]], self._read, self._reading[0])
+            self._try(self._read, self._reading[0])
             self._owed_s = 2 * (time.perf_counter() - begin)
         elif self._in_batch:
-            self._try([*self._in_batch.values()], self._write_batch)
+            self._try(self._write_batch)
         elif self._alone:
-            self._try([self._alone[0]], self._write_alone, self._alone[0])
+            self._try(self._write_alone, self._alone[0])
         self._owed_s -= time.perf_counter() - begin
         return not turn["stop"]
 
@@ -218,20 +209,21 @@ class Engine:
             "new": [(number, ask) for number, ask in told if ask],
             "gone": [number for number, ask in told if not ask],
             "stop": (0, None) in told,
-            "reads": bool(self._reading) and free and (idle or self._owed_s <= 0),
+            "reads": free and (idle or self._owed_s <= 0),
         }
         if self._ranks:
             self._ranks.gather(turn | {"new": [(n, asdict(ask)) for n, ask in turn["new"]]})
         return turn
 
-    def _try(self, texts, work, *args):
-        """Do some work for texts; an error ends them and, with ranks, everything."""
+    def _try(self, work, *texts):
+        """Do some work for a text or the batch; an error ends its texts and, with ranks, all."""
         try:
-            work(*args)
+            work(*texts)
         except Exception as e:
             if self._ranks:
                 raise
             logging.error("%s", describe(e))
+            texts = texts or [*self._in_batch.values()]
             if texts[0].uid is not None:
                 self._drop_batch()
             for text in texts:
@@ -240,38 +232,35 @@ class Engine:
 
     def _fits(self, text):
         """Whether there is memory for a text's caches beside those of the others."""
-        begun = [t for t in self._texts.values() if t.is_open]
-        sizes = [len(t.ask.tokens) + t.ask.max_tokens for t in [*begun, text]]
-        return not begun or (len(begun) < self.model.most_texts and self.model.fits(sizes))
+        texts = [t for t in self._texts.values() if t.cache is not None or t.uid is not None]
+        sizes = [len(t.ask.tokens) + t.ask.max_tokens for t in [*texts, text]]
+        return not texts or (len(texts) < self.model.most_texts and self.model.fits(sizes))
 
     def _open(self, text):
         """Find what is known of a prompt, and where it is read."""
-        model, tokens = self.model, text.tokens
-        text.is_open = True
+        model, tokens, ends = self.model, text.tokens, dict(map(tuple, text.ask.cuts))
         self.prompts.make_way()
         if not text.scores:
             text.cache, text.cached = self.prompts.fetch(tokens)
-        if text.cache is None:
-            text.cache = model.make_cache(drafted=not text.scores)
-        text.read = text.cached
-        ends = dict(map(tuple, text.ask.cuts))
         if model.has_states and not text.scores:
             ends = ends or {len(tokens) - 1: "assistant"}
             ends.setdefault(self.prompts.shared(tokens), "system")
+        text.cache = text.cache or model.make_cache(drafted=not text.scores)
+        text.read = text.cached
         text.cuts = {end: kind for end, kind in sorted(ends.items()) if end > text.read}
-        in_parts = text.scores or text.rest > PART or (text.cuts and not model.is_batchable)
-        self._reading.append(text) if in_parts else self._prepare(text)
+        if text.scores or text.rest > PART or (text.cuts and not model.is_batchable):
+            self._reading.append(text)
+        else:
+            self._prepare(text)
 
     def _read(self, text):
         """Read the next part of a prompt; the other prompts are read before the one after it."""
         self._reading.rotate(-1)
         most = SCORED if text.scores else PART if len(self._texts) > 1 else text.rest
-        step = min(self.model.args.prefill_step_size, most)
-        ends = [cut for cut in text.cuts if cut > text.read]
-        end = min([text.prompt_size - 1, text.read + step, *ends])
-        part = mx.array(text.tokens[text.read : end], mx.uint32)
-        if part.size:
-            self._compute(text, part)
+        ends = [end for end in text.cuts if end > text.read] + [text.prompt_size - 1]
+        end = min(*ends, text.read + min(self.model.args.prefill_step_size, most))
+        if end > text.read:
+            self._compute(text, mx.array(text.tokens[text.read : end], mx.uint32))
         text.read = end
         if kind := text.cuts.get(end):
             self.prompts.keep(text.tokens[:end], text.cache, kind)
@@ -280,15 +269,16 @@ class Engine:
             self._prepare(text)
 
     def _compute(self, text, part):
+        """Read tokens [T] into a text's cache and, if asked, score those that follow them."""
         model = self.model
         if model.draft is not None and not text.scores:
             for _ in self._steps_of(text, part, 0):
                 pass
             return
-        logits = model.model(part[None], cache=text.cache)
+        logits = model.model(part[None], cache=text.cache)[0]
         if text.scores:
             following = text.tokens[text.read + 1 : text.read + part.size + 1]
-            logprobs = logits[0] - mx.logsumexp(logits[0], axis=-1, keepdims=True)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
             text.scores += _tokens(following, logprobs, text.ask.logprobs)
         maybe_quantize_kv_cache(text.cache, **model.quantized)
         mx.eval([c.state for c in text.cache])
@@ -296,18 +286,18 @@ class Engine:
 
     def _prepare(self, text):
         """Put a text, of whose prompt no more than a short rest is unread, where it is written."""
-        if not text.ask.max_tokens:
+        ask, tokens, model = text.ask, text.tokens, self.model
+        if not ask.max_tokens:
             text.say("length")
             return self._end(text)
-        if not self.model.is_batchable:
+        if not model.is_batchable:
             return self._alone.append(text)
-        ask, tokens, args = text.ask, text.tokens, self.model.args
         if self._batch is None:
             self._batch = BatchGenerator(
-                self.model.model,
-                completion_batch_size=self.model.most_texts,
-                prefill_batch_size=min(args.prompt_concurrency, self.model.most_texts),
-                prefill_step_size=args.prefill_step_size,
+                model.model,
+                completion_batch_size=model.most_texts,
+                prefill_batch_size=min(model.args.prompt_concurrency, model.most_texts),
+                prefill_step_size=model.args.prefill_step_size,
                 stream=_stream(),
             )
         ends = [text.read, *(end for end in text.cuts if end > text.read), len(tokens)]
@@ -318,7 +308,7 @@ class Engine:
             all_tokens=[tokens[: text.read]],
             samplers=[_with_own_numbers(make_sampler(**ask.sampling), ask.seed)],
             logits_processors=[make_logits_processors(**ask.penalties)],
-            stop_sequences=[self.model.ends],
+            stop_sequences=[model.ends],
         )
         self._in_batch[text.uid], text.cache = text, None
         self.prompts.trim(self._batch.prompt_cache_nbytes)
@@ -326,14 +316,10 @@ class Engine:
     def _write_batch(self):
         """Compute a token of each text in the batch, and a part of the prompts that are read."""
         read, written = self._batch.next()
-        ends = []
-        for r in read:
-            text = self._in_batch[r.uid]
-            if r.end_of_segment and not r.end_of_prompt:
-                ends += [r.uid] if text.read + r.progress[0] in text.cuts else []
-        for number, (cache, tokens) in self._batch.extract_cache(ends).items():
-            kind = self._in_batch[number].cuts[len(tokens)]
-            self.prompts.keep(tokens[:], cache, kind)
+        ends = {r.uid: self._in_batch[r.uid].read + r.progress[0] for r in read if r.end_of_segment}
+        ends = [uid for uid, end in ends.items() if end in self._in_batch[uid].cuts]
+        for uid, (cache, tokens) in self._batch.extract_cache(ends).items():
+            self.prompts.keep(tokens[:], cache, self._in_batch[uid].cuts[len(tokens)])
         for r in written:
             text = self._in_batch[r.uid]
             ends = text.write(r.token, r.logprobs)
@@ -355,12 +341,13 @@ class Engine:
 
     def _steps_of(self, text, prompt, max_tokens):
         """Read tokens [T] of a text into its cache and choose those that follow, with the draft."""
-        model, before = self.model, text.tokens[: text.read]
+        model, before = self.model, mx.array(text.tokens[: text.read], mx.uint32)
         given = {
             "max_tokens": max_tokens,
             "sampler": make_sampler(**text.ask.sampling),
-            "logits_processors": [
-                _after(before, p) for p in make_logits_processors(**text.ask.penalties)
+            "logits_processors": [  # which look at the whole prompt, as in a batch
+                lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
+                for f in make_logits_processors(**text.ask.penalties)
             ],
             "prompt_cache": text.cache,
             "prefill_step_size": model.args.prefill_step_size,
@@ -406,11 +393,12 @@ def _stream():
 def _tokens(ids, logprobs, most):
     """Tokens [n] with their own of the log probabilities [n, V], and the ``most`` likeliest."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
+    most = min(most, logprobs.shape[-1])
     if not most:
         return [Token(i, p, []) for i, p in zip(ids, chosen)]
     top = mx.argpartition(-logprobs, most - 1, axis=-1)[:, :most]
     values = mx.take_along_axis(logprobs, top, axis=-1).tolist()
-    rows = [sorted(zip(*row), key=lambda x: (-x[1], x[0])) for row in zip(top.tolist(), values)]
+    rows = [sorted(zip(*row), key=lambda pair: -pair[1]) for row in zip(top.tolist(), values)]
     return [Token(i, p, row) for i, p, row in zip(ids, chosen, rows)]
 
 
@@ -427,11 +415,3 @@ def _with_own_numbers(sampler, seed):
         return token
 
     return sample
-
-
-def _after(before, processor):
-    """Make a logits processor that also sees the tokens ``before``."""
-    before = mx.array(before, mx.uint32)
-    return lambda tokens, logits: processor(
-        mx.concatenate([before, tokens.astype(mx.uint32)]), logits
-    )
