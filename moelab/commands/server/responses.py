@@ -7,6 +7,7 @@ from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
+from ...checkpoint import shorten
 from .ask import Ask, Part
 from .completions import Chat
 from .requests import ChatRequest, Message, Tool
@@ -24,14 +25,14 @@ PARTS = {"text": {"type": "output_text", "annotations": []}}
 PARTS |= {"reasoning": {"type": "reasoning_text"}}
 
 
-def made(kind: Any, by: Callable) -> Any:
-    """Make the type of a value that becomes a part of a chat, of type ``kind``, made ``by``."""
+def made(kind: Any, by: Callable, expected: str) -> Any:
+    """Make the type of what becomes a part of a chat, of type ``kind``, made ``by``."""
 
     def make(value):
         try:
             return by(value)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError("a field is missing, or this server cannot do that") from error
+            raise ValueError(f"expected {expected}, with all fields") from error
 
     return Annotated[kind, BeforeValidator(make)]
 
@@ -101,7 +102,7 @@ class Translated(ChatRequest):
 
 
 def _piece(item):
-    match item.get("type", "message"):
+    match item.get("type") or "message":
         case "message":
             return {"role": item["role"], "content": texts(item["content"])}
         case "reasoning":
@@ -110,20 +111,25 @@ def _piece(item):
             return called(item["call_id"], item["name"], item["arguments"])
         case "function_call_output":
             return returned(item["call_id"], item["output"])
-    raise KeyError
+        case kind:
+            raise ValueError(f"this server cannot read {shorten(kind, 50)}")
 
 
 def _items(value):
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+Item = made(Message, _piece, "texts, reasoning, calls of functions and what they returned")
+Function = made(Tool, lambda t: function(t, "parameters", "function"), "functions, no other tools")
+
+
 class _Request(Translated):
-    input: Annotated[list[made(Message, _piece)], BeforeValidator(_items)] = Field(min_length=1)
+    input: Annotated[list[Item], BeforeValidator(_items)] = Field(min_length=1)
     instructions: str = ""
     max_tokens: int | None = Field(None, ge=1, lt=2**31, alias="max_output_tokens")
     reasoning: dict[str, Any] = Field({})
     text: dict[Literal["format", "verbosity"], Format | Literal["medium"] | None] = Field({})
-    tools: list[made(Tool, lambda tool: function(tool, "parameters", "function"))] = Field([])
+    tools: list[Function] = Field([])
     include: list[Literal["reasoning.encrypted_content"]] = Field([])
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
