@@ -1,20 +1,18 @@
 """How much memory is left in cgroups and on a GPU, and what a server takes of it."""
 
-import copy
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import psutil
 import pytest
 from in_process import MODEL, SLOTS, started
-from mlx_lm.generate import _merge_caches
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import moelab
 from moelab import DATA, memory
-from moelab.commands import answers
 from moelab.commands.drafting import leave_room, open_draft
+from moelab.commands.server.prompts import Prompts
 from moelab.streaming.room import RESERVE_NBYTES
 
 MB = 1 << 20
@@ -86,7 +84,15 @@ def test_on_a_gpu(monkeypatch):
 # What a server takes of it
 
 
-def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys):
+def stopped(*options):
+    """The model of a server that was started and stopped."""
+    code, made = started(*options)
+    assert code == 0
+    made[1].stop()
+    return made[1].model
+
+
+def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatch):
     """The draft is there before the model's slots are chosen; kept prompts have a limit."""
     draft, size = str(DATA / "models/tiny-dflash"), ("--prompt-cache-size", "3")
     memory = ("--memory-nbytes", "205000000", "--decode-concurrency", "1")
@@ -94,74 +100,43 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys):
     plan = moelab.plan(MODEL, config)
     drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
     assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes
+    kept = Mock(side_effect=Prompts)
+    monkeypatch.setattr("moelab.commands.server.prompts.Prompts", kept)
 
-    def kept(*options):
-        code, made = started(*options)
-        prompts = made.prompt_cache
-        made.stop_and_join()
-        return code, prompts.max_size, prompts.max_bytes, prompts.free_nbytes
+    def prompts(*options):
+        """How many a server keeps, their memory, and what they leave free."""
+        stopped(*options)
+        return kept.call_args.args
 
     for planned, options in ((plan, ()), (drafted, ("--draft", draft))):
         free = planned.reserved_nbytes + RESERVE_NBYTES
-        assert kept(*memory, *size, *options) == (0, 3, planned.all_caches_nbytes, free)
+        assert prompts(*memory, *size, *options) == (3, planned.all_caches_nbytes, free)
         assert f"slots={planned.slots} of 64" in capsys.readouterr().err
-    assert kept(*SLOTS, "--use-default-chat-template") == (0, 10, sys.maxsize, 0)
-    assert kept(*memory, "--prompt-cache-bytes", "0")[2] == 0
+    assert prompts(*SLOTS, "--use-default-chat-template") == (10, sys.maxsize, 0)
+    assert prompts(*memory, "--prompt-cache-bytes", "0")[1] == 0
 
 
 @pytest.mark.parametrize(
-    "options, texts",
+    "options, whole, most",
     [
-        (["170000000"], range(1, 2)),
-        (["400000000"], range(5, 12)),
-        (["9000000000"], range(32, 33)),
-        (["260000000", "--decode-concurrency", "3"], range(3, 4)),
-        (["170000000", "--decode-concurrency", "20"], None),
+        (["170000000"], range(1, 2), 2),
+        (["400000000"], range(6, 25), None),
+        (["9000000000"], range(32, 41), 32),
+        (["260000000", "--decode-concurrency", "3"], range(3, 4), 3),
+        (["205000000", "--kv-bits", "8"], range(40, 41), 32),  # one after another
     ],
 )
-def test_the_caches_of_texts_decoded_at_once_are_planned(options, texts, capsys):
-    """No more than fit. Those of the command line must: else it says what they take."""
-    code, made = started("--memory-nbytes", *options)
+def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):
+    """No more texts are begun than fit, of which a short one counts as half of a whole one."""
+    model = stopped("--memory-nbytes", *options)
+    texts = [model.plan.context] * 40
+    fit = max(n for n in range(41) if model.fits(texts[:n]))
+    assert fit in whole and model.most_texts == (most or min(32, 2 * fit))
+    assert model.fits([1] * min(40, 2 * fit)) and (fit == 40 or not model.fits([1] * (2 * fit + 1)))
+
+
+def test_more_texts_than_fit(capsys):
+    """Those of the command line must fit: else it says what they take."""
+    code, _ = started("--memory-nbytes", "170000000", "--decode-concurrency", "20")
     err = capsys.readouterr().err
-    if texts is None:
-        assert code == 1 and "reserved" in err and "expected at least" in err
-        return
-    made.stop_and_join()
-    args = made.cli_args
-    assert args.decode_concurrency in texts and args.prompt_concurrency <= max(texts)
-    assert ("decoded at once" in err) == (args.decode_concurrency not in (3, 32))
-
-
-def test_kept_prompts_make_way_where_memory_is_short(monkeypatch):
-    """Old prompts are forgotten; a new one that still does not fit is not kept."""
-    cache = KVCache()
-    cache.update_and_fetch(*[mx.zeros((1, 1, 4, 8))] * 2)
-    one = cache.nbytes
-    most, prompts = 5 * one + 100, answers.Prompts(free_nbytes=100)
-    monkeypatch.setattr(answers, "memory_now", lambda: (0, most - prompts.nbytes))
-    for i in range(7):
-        prompts.insert_cache("model", [i, 0], [copy.deepcopy(cache)])
-        assert len(prompts) == min(i + 1, 5)
-    assert prompts.fetch_nearest_cache("model", [1, 0])[0] is None
-    most = 99 + 3 * one
-    assert prompts.make_way() and len(prompts) == 2
-    most = one + 99
-    prompts.insert_cache("model", [9, 0], [cache])
-    assert len(prompts) == prompts.nbytes == 0 and not prompts.make_way(one)
-
-
-def test_a_kept_prompt_takes_its_own_memory_only():
-    """And not that of the batch that its text was in, nor of what is computed to take it out."""
-    tokens, prompts = list(range(4)), answers.Prompts()
-    with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
-        batch = _merge_caches([make_prompt_cache(model) for _ in range(8)])
-        model(mx.array([tokens] * 8), cache=batch)
-        mx.eval([c.state for c in batch])
-        before = mx.get_active_memory()
-        prompts.insert_cache("model", tokens, [c.extract(3) for c in batch])
-        assert prompts.nbytes <= mx.get_active_memory() - before < 1.2 * prompts.nbytes
-        kept, rest = prompts.fetch_nearest_cache("model", [*tokens, 5])
-        caches = make_prompt_cache(model)
-        model(mx.array([tokens]), cache=caches)
-        want, got = (model(mx.array([rest]), cache=c) for c in (caches, kept))
-        assert rest == [5] and mx.allclose(want, got, atol=1e-4)
+    assert code == 1 and "reserved" in err and "expected at least" in err

@@ -118,7 +118,7 @@ class Ranks:
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
         self.placement = None  # the rank of each layer's experts, ``[E]``; None: by number
-        self._calls = 0  # calls of ``join`` so far
+        self._calls = 0  # of ``join`` and ``_rows`` so far
         # The last call's layer, what each rank said of its routing, and what this one said.
         self._checks = None
         # When to give up the others, after what wait, and whether stderr says that this rank waits.
@@ -169,16 +169,30 @@ class Ranks:
         """Collect a value for JSON from every rank, in their order; raise the error of any rank."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         with self.waiting(LOADING_S):
-            sizes = np.array(mx.distributed.all_gather(mx.array([len(text)]), group=self._group))
-            padded = mx.array(np.pad(text, (0, sizes.max() - len(text))))
-            texts = np.array(mx.distributed.all_gather(padded, group=self._group))
-        rows = zip(texts.reshape(self.size, -1), sizes)
+            sizes = self._rows(np.array([len(text)], np.uint32).view(np.uint8)).view(np.uint32)[
+                :, 0
+            ]
+            rows = zip(self._rows(np.pad(text, (0, sizes.max() - len(text)))), sizes)
         values = [json.loads(row[:size].tobytes()) for row, size in rows]
         for rank, each in enumerate(values):
             if isinstance(each, dict) and "error" in each and rank != self.rank:
                 self._told = True
                 raise RankError(f"rank {rank} of {self.size} ended: {each['error']}")
         return values
+
+    def _rows(self, row):
+        """Collect each rank's bytes, [N, n]. MLX may give others where a rank has just ended."""
+        self._calls += 1
+
+        def check(row):
+            return zlib.crc32(row, self._calls).to_bytes(4, "little")
+
+        row = mx.array(np.append(row, np.frombuffer(check(row), np.uint8)))
+        rows = np.array(mx.distributed.all_gather(row, group=self._group)).reshape(self.size, -1)
+        rows, checks = np.ascontiguousarray(rows[:, :-4]), rows[:, -4:]
+        if any(check(row) != sent.tobytes() for row, sent in zip(rows, checks)):
+            raise self._lost("its message did not arrive")
+        return rows
 
     def compare(self, facts: dict[str, str]) -> None:
         """Raise the same error on every rank if a fact (name and value) differs between them."""

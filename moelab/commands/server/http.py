@@ -149,10 +149,11 @@ class _Endpoint:
             if not isinstance(body, dict):
                 raise ValueError(f"expected an object, got {shorten(body, 100)}")
             tell(self.dialect(body, self.served))
-        except (ValueError, RecursionError) as error:
-            tell(error if isinstance(error, Refused) else Refused(f"body: {error}"))
-        except Exception as error:
+        except Refused as error:
             tell(error)
+        except Exception as error:
+            is_wrong = isinstance(error, (ValueError, RecursionError))
+            tell(Refused(f"body: {error}") if is_wrong else error)
 
     async def _answer(self, asked, stream, told, tell):
         """Send what is written of each text, and return the sum of each."""
@@ -163,7 +164,7 @@ class _Endpoint:
             while left:
                 event, index = await _next(told, KEEPALIVE_S if stream else None)
                 if event is None:
-                    await stream.write(b": keepalive\n\n")
+                    await stream.write(None)
                     continue
                 part = asked.splitters[index].add(event)
                 texts[index].append(part)
@@ -206,19 +207,23 @@ class _Stream:
         self.asked, self.send, self.begun = asked, send, False
 
     async def write(self, *events, more=True):
-        """Send some events, and bytes as they are; before the first ones, what begins a stream."""
+        """Send some events; before the first, what begins a stream."""
         if not self.begun:
             self.begun, events = True, [*self.asked.begin(), *events]
             head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
             await self.send({"type": "http.response.start", "status": 200, "headers": head})
-        data = b"".join(map(self._encode, events))
+        data = "".join(map(_encode, events)).encode()
         await self.send({"type": "http.response.body", "body": data, "more_body": more})
 
-    def _encode(self, event):
-        if isinstance(event, bytes):
-            return event
-        kind = f"event: {event['type']}\n" if "type" in event else ""
-        return f"{kind}data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+
+def _encode(event):
+    """An event in a stream; None is one that says nothing."""
+    if event is None:
+        return ": keepalive\n\n"
+    if isinstance(event, str):
+        return f"data: {event}\n\n"
+    kind = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{kind}data: {json.dumps(event)}\n\n"
 
 
 def listen(host: str, port: int) -> socket.socket:
