@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
@@ -13,9 +13,6 @@ from .completions import Chat
 from .requests import ChatRequest, Message, Tool
 from .text import Call, Delta, Splitter
 
-FREE = {"cache_control", "client_metadata", "inference_geo", "max_tool_calls", "speed"}  # to set
-SAME = {"background": False, "truncation": "disabled"}  # or null
-SAME |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 Format = dict[Literal["type"], Literal["text"]]
 UNSAID = {"role": "assistant", "reasoning": ""}  # thoughts that cannot be read
 # What an item has beside its text, and what the part of it that holds the text has.
@@ -70,11 +67,6 @@ class Translated(ChatRequest):
     top_logprobs: Literal[0] = 0
     messages: list = Field([], max_length=0)
     parallel_tool_calls: bool = True
-
-    @classmethod
-    def of(cls, body: dict[str, Any]) -> Self:
-        """Check the fields of a request. ``Refused`` names one that is wrong."""
-        return super().of({k: v for k, v in body.items() if k not in FREE and v != SAME.get(k)})
 
     def read_as(self, pieces: list[dict], effort: str | None, served: Any) -> tuple:
         """Make messages of their pieces, and the rest as ``read`` does.
