@@ -86,7 +86,7 @@ def test_a_conversation_of_claude_code():
     text = {"type": "text", "text": "Hi"} | cached
     call = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": "é"}}
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "<x>"}, text]},
+        {"role": "user", "content": [{"type": "text", "text": billing}, text]},
         {
             "role": "assistant",
             "content": [
@@ -130,7 +130,7 @@ def test_a_conversation_of_claude_code():
     calls = [{"id": i, "type": "function", "function": function} for i in ("c1", "c2")]
     assert request.messages == [
         {"role": "system", "content": "A\n\nB"},
-        {"role": "user", "content": "<x>\n\nHi"},
+        {"role": "user", "content": f"{billing}\n\nHi"},
         {"role": "assistant", "reasoning": "Hm", "content": "Ok", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "tool", "tool_call_id": "c2", "content": "Hi"},

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from ...checkpoint import shorten
 from .ask import Ask, Refused
 from .requests import Message, Stop, Tool
 from .responses import UNSAID, Responses, Translated, called, function, made, returned, texts
@@ -36,18 +37,29 @@ def _pieces(message):
                 piece = called(block["id"], block["name"], given)
             case "tool_result":
                 piece = returned(block["tool_use_id"], block.get("content") or "")
-            case _:
-                raise KeyError
+            case kind:
+                raise ValueError(f"this server cannot read {shorten(kind, 50)}")
         pieces.append({"role": message["role"]} | piece)
-    return [p for p in pieces if not p.get("content", "").startswith(BILLING)]
+    return pieces
+
+
+def _system(blocks):
+    pieces = _pieces({"role": "system", "content": blocks})
+    return [piece for piece in pieces if not piece["content"].startswith(BILLING)]
+
+
+Turn = made(list[Message], _pieces, "text, thinking, tool_use and tool_result")
+System = made(list[Message], _system, "texts")
+Own = made(Tool, lambda t: function(t, "input_schema", None, "custom"), "the client's own tools")
+Choice = made(Literal["auto", "none"], lambda choice: choice["type"], "a type")
 
 
 class _Request(Translated):
-    messages: list[made(list[Message], _pieces)] = Field(min_length=1)
-    system: made(list[Message], lambda s: _pieces({"role": "system", "content": s})) = Field([])
+    messages: list[Turn] = Field(min_length=1)
+    system: System = Field([])
     stop: list[Stop] = Field([], max_length=64, alias="stop_sequences")
-    tools: list[made(Tool, lambda t: function(t, "input_schema", None, "custom"))] = Field([])
-    tool_choice: made(Literal["auto", "none"], lambda choice: choice["type"]) = "auto"
+    tools: list[Own] = Field([])
+    tool_choice: Choice = "auto"
     thinking: dict[str, Any] = Field({})
     output_config: dict[Literal["effort"], str | None] = Field({})
 
@@ -55,10 +67,8 @@ class _Request(Translated):
         """Make the ask, and what splits its text."""
         pieces = [*self.system, *(piece for pieces in self.messages for piece in pieces)]
         if not pieces or pieces[-1]["role"] == "assistant":
-            words = (
-                "messages: expected the user's as the last, an assistant's cannot be gone on with"
-            )
-            raise Refused(words, "messages")
+            words = "expected the user's as the last, since no other can be continued"
+            raise Refused(f"messages: {words}", "messages")
         off = self.thinking.get("type") == "disabled"
         return self.read_as(pieces, "none" if off else self.output_config.get("effort"), served)
 
@@ -127,8 +137,8 @@ class CountTokens(Messages):
 
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
-        self.answer, self.asks = {"input_tokens": len(self.asks[0].tokens)}, []
-        self.stream = False
+        self.answer = {"input_tokens": len(self.asks[0].tokens)}
+        self.asks, self.stream = [], False
 
     def whole(self, deltas: list[Delta]) -> dict[str, Any]:
         """Make the answer, for which nothing is written."""

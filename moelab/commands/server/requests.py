@@ -18,9 +18,12 @@ from .text import Splitter
 
 DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line
 TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # without effect
-TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
+TAKEN |= {"client_metadata", "inference_geo", "max_tool_calls", "speed"}
 ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
 ONLY |= {"reasoning_effort": "medium", "verbosity": "medium", "best_of": 1, "suffix": ""}  # or null
+ONLY |= {"background": False, "truncation": "disabled"}
+ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 SAMPLING = {*signature(make_sampler).parameters}
 PENALTIES = {*signature(make_logits_processors).parameters}
 

@@ -2,19 +2,17 @@
 
 from collections.abc import Callable, Iterable
 from itertools import count
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BeforeValidator, Field
 
+from ...checkpoint import shorten
 from .ask import Ask, Part
 from .completions import Chat
 from .requests import ChatRequest, Message, Tool
 from .text import Call, Delta, Splitter
 
-FREE = {"cache_control", "client_metadata", "inference_geo", "max_tool_calls", "speed"}  # to set
-SAME = {"background": False, "truncation": "disabled"}  # or null
-SAME |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 Format = dict[Literal["type"], Literal["text"]]
 UNSAID = {"role": "assistant", "reasoning": ""}  # thoughts that cannot be read
 # What an item has beside its text, and what the part of it that holds the text has.
@@ -24,14 +22,14 @@ PARTS = {"text": {"type": "output_text", "annotations": []}}
 PARTS |= {"reasoning": {"type": "reasoning_text"}}
 
 
-def made(kind: Any, by: Callable) -> Any:
-    """Make the type of a value that becomes a part of a chat, of type ``kind``, made ``by``."""
+def made(kind: Any, by: Callable, expected: str) -> Any:
+    """Make the type of what becomes a part of a chat, of type ``kind``, made ``by``."""
 
     def make(value):
         try:
             return by(value)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError("a field is missing, or this server cannot do that") from error
+            raise ValueError(f"expected {expected}, with all fields") from error
 
     return Annotated[kind, BeforeValidator(make)]
 
@@ -70,11 +68,6 @@ class Translated(ChatRequest):
     messages: list = Field([], max_length=0)
     parallel_tool_calls: bool = True
 
-    @classmethod
-    def of(cls, body: dict[str, Any]) -> Self:
-        """Check the fields of a request. ``Refused`` names one that is wrong."""
-        return super().of({k: v for k, v in body.items() if k not in FREE and v != SAME.get(k)})
-
     def read_as(self, pieces: list[dict], effort: str | None, served: Any) -> tuple:
         """Make messages of their pieces, and the rest as ``read`` does.
 
@@ -101,7 +94,7 @@ class Translated(ChatRequest):
 
 
 def _piece(item):
-    match item.get("type", "message"):
+    match item.get("type") or "message":
         case "message":
             return {"role": item["role"], "content": texts(item["content"])}
         case "reasoning":
@@ -110,20 +103,25 @@ def _piece(item):
             return called(item["call_id"], item["name"], item["arguments"])
         case "function_call_output":
             return returned(item["call_id"], item["output"])
-    raise KeyError
+        case kind:
+            raise ValueError(f"this server cannot read {shorten(kind, 50)}")
 
 
 def _items(value):
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
+Item = made(Message, _piece, "texts, reasoning, calls of functions and what they returned")
+Function = made(Tool, lambda t: function(t, "parameters", "function"), "functions, no other tools")
+
+
 class _Request(Translated):
-    input: Annotated[list[made(Message, _piece)], BeforeValidator(_items)] = Field(min_length=1)
+    input: Annotated[list[Item], BeforeValidator(_items)] = Field(min_length=1)
     instructions: str = ""
     max_tokens: int | None = Field(None, ge=1, lt=2**31, alias="max_output_tokens")
     reasoning: dict[str, Any] = Field({})
     text: dict[Literal["format", "verbosity"], Format | Literal["medium"] | None] = Field({})
-    tools: list[made(Tool, lambda tool: function(tool, "parameters", "function"))] = Field([])
+    tools: list[Function] = Field([])
     include: list[Literal["reasoning.encrypted_content"]] = Field([])
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
