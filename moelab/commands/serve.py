@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 from mlx_lm.generate import make_stop_sequences
@@ -26,7 +27,6 @@ from .kv_cache import PromptFiles, check_kv_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
 
 TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
-LEAST_SHARE = 0.5  # a short text's caches count as this part of those of ``context`` tokens
 
 
 class Model:
@@ -69,12 +69,12 @@ class Model:
         self.has_states = not can_trim_prompt_cache(caches)
         self.size = vocabulary(self.model)
         self.ends = make_stop_sequences(self.tokenizer)
-        self.most_texts = args.decode_concurrency
-        self._room = None  # texts of ``context`` tokens for whose caches there is memory
+        # Texts of ``context`` tokens for whose caches there is memory, and texts at once.
+        self._context, self.room = self.plan.context if self.plan else inf, inf
         if self.plan is not None and self.plan.caches_nbytes and args.kv_bits is None:
             room = max(1, self.plan.all_caches_nbytes // self.plan.caches_nbytes)
-            self._room = min(self.ranks.gather(room)) if self.ranks else room
-            self.most_texts = min(self.most_texts, int(self._room / LEAST_SHARE))
+            self.room = min(self.ranks.gather(room)) if self.ranks else room
+        self.most_texts = min(args.decode_concurrency, 2 * self.room)
 
     def _with_room(self, path, config):
         """Reserve memory for several texts: as many as the command line says, or as fit."""
@@ -93,9 +93,7 @@ class Model:
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether there is memory for the caches of texts with so many tokens."""
-        if self._room is None:
-            return True
-        return sum(max(LEAST_SHARE, n / self.plan.context) for n in sizes) <= self._room
+        return sum(max(0.5, n / self._context) for n in sizes) <= self.room  # a short one's: half
 
     def make_cache(self, drafted: bool = True) -> list:
         """New caches of the model and, if ``drafted``, of its draft."""
@@ -150,10 +148,10 @@ def _prompt_memory(model, args):
     """The memory of kept prompts, and what they leave free for others."""
     plan, ranks = model.plan, model.ranks
     if args.prompt_cache_bytes is None:
-        # The other texts may need their caches all at once.
-        texts = (args.decode_concurrency - 1) * model.is_batchable
+        # The other texts may need all of their caches at once.
+        others = min(args.decode_concurrency, model.room) - 1 if model.is_batchable else 0
         args.prompt_cache_bytes = (
-            max(0, plan.all_caches_nbytes - texts * plan.caches_nbytes) if plan else sys.maxsize
+            max(0, plan.all_caches_nbytes - others * plan.caches_nbytes) if plan else sys.maxsize
         )
     if ranks:  # all keep the same prompts
         args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
