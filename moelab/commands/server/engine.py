@@ -2,8 +2,9 @@
 
 A short prompt is read with others in one pass of mlx-lm's ``BatchGenerator``. A long one is read in
 parts, between which texts are written for as long as the part took, so that nobody waits for a
-whole prompt of another. Texts with a draft, ``--kv-bits`` or caches that cannot be merged are
-written one after another. Of several ranks, rank 0 decides each turn and tells the others.
+whole prompt of another. A text that is alone is not in a batch, which the kernels for one text
+cannot compute. Texts with a draft, ``--kv-bits`` or caches that cannot be merged are written one
+after another. Of several ranks, rank 0 decides each turn and tells the others.
 """
 
 import logging
@@ -19,7 +20,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 import psutil
-from mlx_lm.generate import BatchGenerator, generate_step, maybe_quantize_kv_cache
+from mlx_lm.generate import BatchGenerator, maybe_quantize_kv_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
 from ...checkpoint import describe
@@ -48,6 +49,8 @@ class _Text:
         self.tokens, self.prompt_size = list(ask.tokens), len(ask.tokens)
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # its number in the batch
+        self.processors = make_logits_processors(**ask.penalties)
+        self.sampler = _with_own_numbers(make_sampler(**ask.sampling), ask.seed)
         scores = ask.echo and ask.logprobs is not None
         self.scores = [Token(ask.tokens[0], None, [])] if scores else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
@@ -182,6 +185,8 @@ class Engine:
         if turn["reads"] and self._reading:
             self._try(self._read, self._reading[0])
             self._owed_s = 2 * (time.perf_counter() - begin)
+        elif self._alone and self._is_batched():
+            self._try(self._prepare, self._alone.popleft())
         elif self._in_batch:
             self._try(self._write_batch)
         elif self._alone:
@@ -248,19 +253,29 @@ class Engine:
         text.cache = text.cache or model.make_cache(drafted=not text.scores)
         text.read = text.cached
         text.cuts = {end: kind for end, kind in sorted(ends.items()) if end > text.read}
-        if text.scores or text.rest > PART or (text.cuts and not model.is_batchable):
+        if self._reads(text):
             self._reading.append(text)
         else:
             self._prepare(text)
 
+    def _is_batched(self):
+        """Whether a text that is written now is put into the batch."""
+        return self.model.is_batchable and len(self._texts) > 1
+
+    def _reads(self, text):
+        """Whether some of a prompt is read here, since it is long or not for the batch."""
+        return text.rest > (PART if self._is_batched() and not text.scores else 0)
+
     def _read(self, text):
         """Read the next part of a prompt; the other prompts are read before the one after it."""
         self._reading.rotate(-1)
+        if not self._reads(text):
+            self._reading.remove(text)
+            return self._prepare(text)
         most = SCORED if text.scores else PART if len(self._texts) > 1 else text.rest
         ends = [end for end in text.cuts if end > text.read] + [text.prompt_size - 1]
         end = min(*ends, text.read + min(self.model.args.prefill_step_size, most))
-        if end > text.read:
-            self._compute(text, mx.array(text.tokens[text.read : end], mx.uint32))
+        self._compute(text, mx.array(text.tokens[text.read : end], mx.uint32))
         text.read = end
         if kind := text.cuts.get(end):
             self.prompts.keep(text.tokens[:end], text.cache, kind)
@@ -272,7 +287,7 @@ class Engine:
         """Read tokens [T] into a text's cache and, if asked, score those that follow them."""
         model = self.model
         if model.draft is not None and not text.scores:
-            for _ in self._steps_of(text, part, 0):
+            for _ in self._drafted(text, part, 0):
                 pass
             return
         logits = model.model(part[None], cache=text.cache)[0]
@@ -290,7 +305,7 @@ class Engine:
         if not ask.max_tokens:
             text.say("length")
             return self._end(text)
-        if not model.is_batchable:
+        if not self._is_batched():
             return self._alone.append(text)
         if self._batch is None:
             self._batch = BatchGenerator(
@@ -303,11 +318,11 @@ class Engine:
         ends = [text.read, *(end for end in text.cuts if end > text.read), len(tokens)]
         (text.uid,) = self._batch.insert_segments(
             segments=[[tokens[a:b] for a, b in pairwise(ends)]],
-            max_tokens=[ask.max_tokens],
+            max_tokens=[ask.max_tokens + text.prompt_size - len(tokens)],
             caches=[text.cache],
             all_tokens=[tokens[: text.read]],
-            samplers=[_with_own_numbers(make_sampler(**ask.sampling), ask.seed)],
-            logits_processors=[make_logits_processors(**ask.penalties)],
+            samplers=[text.sampler],
+            logits_processors=[text.processors],
             stop_sequences=[model.ends],
         )
         self._in_batch[text.uid], text.cache = text, None
@@ -330,34 +345,45 @@ class Engine:
                 self._end(text)
 
     def _write_alone(self, text):
-        """Compute a token of a text that is not batched."""
-        if self._steps is None:
-            mx.random.seed(text.ask.seed)
-            rest = mx.array(text.tokens[text.read :], mx.uint32)
-            self._steps = self._steps_of(text, rest, text.ask.max_tokens)
-        token, logprobs, *_ = next(self._steps)
+        """Compute a token of a text that is not in the batch."""
+        if self.model.draft is not None:
+            if self._steps is None:
+                rest = mx.array(text.tokens[text.read :], mx.uint32)
+                self._steps = self._drafted(text, rest, text.ask.max_tokens)
+            token, logprobs, *_ = next(self._steps)
+        else:
+            inputs = mx.array(text.tokens[text.read :], mx.uint32)
+            logits = self.model.model(inputs[None], cache=text.cache)[:, -1]
+            for processor in text.processors:
+                logits = processor(mx.array(text.tokens, mx.uint32), logits)
+            maybe_quantize_kv_cache(text.cache, **self.model.quantized)
+            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            token, logprobs = text.sampler(logprobs).item(), logprobs[0]
+            text.read = len(text.tokens)
         if text.write(token, logprobs):
             self._end(text)
 
-    def _steps_of(self, text, prompt, max_tokens):
+    def _drafted(self, text, prompt, max_tokens):
         """Read tokens [T] of a text into its cache and choose those that follow, with the draft."""
         model, before = self.model, mx.array(text.tokens[: text.read], mx.uint32)
-        given = {
-            "max_tokens": max_tokens,
-            "sampler": make_sampler(**text.ask.sampling),
-            "logits_processors": [  # which look at the whole prompt, as in a batch
-                lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
-                for f in make_logits_processors(**text.ask.penalties)
-            ],
-            "prompt_cache": text.cache,
-            "prefill_step_size": model.args.prefill_step_size,
-            **model.quantized,
-        }
-        if model.draft is None:
-            return generate_step(prompt, model.model, _stream(), **given)
+        mx.random.seed(text.ask.seed)  # nothing else is sampled until the text ends
         most = 0 if text.ask.echo else text.ask.num_draft_tokens
-        given["num_draft_tokens"] = shared_policy(model.model, model.draft, most)
-        return speculative_generate_step(prompt, model.model, model.draft, _stream(), **given)
+        return speculative_generate_step(
+            prompt,
+            model.model,
+            model.draft,
+            _stream(),
+            num_draft_tokens=shared_policy(model.model, model.draft, most),
+            max_tokens=max_tokens,
+            sampler=make_sampler(**text.ask.sampling),
+            logits_processors=[  # which look at the whole prompt
+                lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
+                for f in text.processors
+            ],
+            prompt_cache=text.cache,
+            prefill_step_size=model.args.prefill_step_size,
+            **model.quantized,
+        )
 
     def _end(self, text, keeps=True):
         """Take a text out of all queues; keep its cache for prompts that begin like it."""
