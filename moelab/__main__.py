@@ -18,7 +18,7 @@ COMMANDS = {  # name: its module, what it does
     "generate": ("commands.generate", "continue a prompt"),
     "cache-prompt": ("commands.cache_prompt", "read how prompts begin once, for generate to go on"),
     "chat": ("commands.chat", "talk in a terminal"),
-    "serve": ("commands.serve", "answer over HTTP, as mlx-lm's server does"),
+    "serve": ("commands.serve", "answer clients of OpenAI's and Anthropic's APIs over HTTP"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
     "share": ("lab.experiments.share", "one small file of how fast this machine is, to send in"),
     "plan": ("lab.experiments.plan", "how fast would a model decode here, or on another machine?"),

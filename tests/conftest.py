@@ -28,8 +28,6 @@ SLOW = {
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
     "::test_acceptance_and_the_targets_own_text": "dflash",
-    # 20,000 samples tell finer differences than the 3,000 that stay.
-    "::test_sampled_pairs_have_the_targets_distribution": "-3000",
     # Other samplers by the same rule.
     "::test_the_same_seed_writes_the_same_text": 6,
     # The policy stays, which chooses several numbers of drafts.
@@ -38,11 +36,6 @@ SLOW = {
     "::test_greedy_tokens_are_the_targets": "qwen3_5_moe|jamba|gpt_oss",
     # Notebook 00 stays; nbmake sets the sliders of all notebooks from code.
     "::test_every_slider_changes_the_figure": "00_start_here",
-    # The crowd of test_http.py asks as much at once under a limit.
-    "::test_a_server_of_large_experts_is_not_killed": "none",
-    "::test_a_server_is_not_killed": "none",
-    # That two ranks give the bits of one is tested in every mode.
-    "::test_ways_to_join": "none",
     # Two ranks stay, in every mode; with more ranks than cores they wait for each other.
     "::test_ranks_give_the_bits_of_one": r"^2\]",
     # Other differences, found in the same way.

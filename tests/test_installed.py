@@ -1,4 +1,4 @@
-"""moelab where only the wheel is: no ``data/``, and no package of the extra ``lab``."""
+"""moelab where only the wheel is: no ``data/``, and no package of the extras."""
 
 import json
 import os
@@ -15,13 +15,14 @@ from moelab import shipped
 from moelab.lab import records
 from moelab.replay import locality
 
-LAB = (
+EXTRAS = (
+    *("starlette", "uvicorn"),
     *("IPython", "anywidget", "ipywidgets", "jupyter_core", "jupyterlab"),
     *("nbconvert", "nbformat", "pandas", "plotly"),
 )
 COMMANDS = f"""
 import json, sys
-sys.modules |= dict.fromkeys({LAB})
+sys.modules |= dict.fromkeys({EXTRAS})
 from moelab.__main__ import COMMANDS, main
 for command in COMMANDS:
     try:
@@ -33,23 +34,26 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def test_commands_without_the_extra(model_path, tmp_path):
+def test_commands_without_the_extras(model_path, tmp_path):
     shutil.copytree(Path(moelab.__file__).parent, tmp_path / "moelab")  # its links become files
     machine = ["--ram", "64", "--ssd", "3", "--cores", "8"]
     lines = [
         ["generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2"],
         ["plan", str(model_path)],
         ["plan", "gpt-oss-120b", *machine],
+        ["serve", str(model_path)],
         ["bench", str(model_path)],
     ]
     command = [sys.executable, "-c", COMMANDS, json.dumps(lines)]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    said = "tok/s, 2 tokens.*rc 0" + ".*tok/s; expect.*rc 0" * 2 + ".*rc 1"
+    said = "tok/s, 2 tokens.*rc 0" + ".*tok/s; expect.*rc 0" * 2 + ".*rc 1" * 2
     assert done.returncode == 0 and re.search(said, done.stdout, re.DOTALL), done
-    assert done.stderr.endswith(
-        "moelab: records need pandas, found no such package: pip install 'moelab[lab]'\n"
-    )
+    assert done.stderr.splitlines()[-2:] == [
+        "moelab: serve: expected the packages of moelab[serve], uvicorn is missing: pip install "
+        "'moelab[serve]'",
+        "moelab: records need pandas, found no such package: pip install 'moelab[lab]'",
+    ]
 
 
 def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path):

@@ -3,15 +3,17 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
+import mlx.core as mx
 import numpy as np
 import pytest
 import rank_decode
 import rank_processes as ranks
 
 import moelab
-from moelab.streaming.ranks import balanced, by_number
+from moelab.streaming.ranks import RankError, Ranks, balanced, by_number
 
 HELPERS = Path(rank_decode.__file__).parent
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -162,3 +164,23 @@ def test_a_rank_that_loads_for_long(tmp_path):
     assert first.code == other.code == 0, (first, other)
     assert first.err.count("rank 0 of 2 waits for the others to load") == 1
     assert "to load" not in other.err
+
+
+def test_a_message_that_did_not_arrive(monkeypatch):
+    """MLX gives what lies in memory where a rank has just ended; a former message may lie there."""
+    messages = []
+
+    def all_gather(row, group):
+        """The message before, as if the other rank had sent it again."""
+        messages.append(np.array(row))
+        other = messages[-3] if len(messages) > 2 else messages[-1]
+        return mx.array(np.stack([messages[-1], other]))
+
+    monkeypatch.setattr(mx.distributed, "all_gather", all_gather)
+    two = Ranks(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
+    try:
+        assert two.gather({"a": [1]}) == [{"a": [1]}] * 2
+        with pytest.raises(RankError, match="another rank has ended .its message did not arrive"):
+            two.gather({"a": [1]})
+    finally:
+        two.close()
