@@ -68,7 +68,9 @@ def wrapped():
 
 
 def chat(tokenizer, messages, tools=None, given=None, defaults=None, has_states=True):
-    return chat_tokens(tokenizer, messages, tools, {**(defaults or {}), **(given or {})}, has_states)
+    return chat_tokens(
+        tokenizer, messages, tools, {**(defaults or {}), **(given or {})}, has_states
+    )
 
 
 def text(tokenizer, *args, **kwargs):
