@@ -73,10 +73,11 @@ def _message(message, number, system):
     if "reasoning" in message:  # as this server's answers have it; templates know the other name
         message.setdefault("reasoning_content", message["reasoning"])
     try:
-        for call in message.get("tool_calls", []):
+        for call in message.pop("tool_calls", []):
             arguments = call["function"].get("arguments") or {}
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            call["function"]["arguments"] = {**arguments}
+            function = call["function"] | {"arguments": {**arguments}}
+            message.setdefault("tool_calls", []).append(call | {"function": function})
     except Exception as error:
         words = f"{where}.tool_calls: expected functions, their arguments the JSON of an object"
         raise Refused(f"{words}: {describe(error)}", "messages") from error
