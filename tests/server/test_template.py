@@ -84,7 +84,9 @@ def test_content_is_text(wrapped):
     empty, begun = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
     said = f"<|im_start|>user\nab<|im_end|>\n{empty}{empty}{begun}"
     assert text(wrapped(PLAIN), messages) == said
-    messages[2] = {"role": "developer", "content": "Be short"}
+    for template, role in ((PLAIN, "system"), (PLAIN + "{# developer #}", "developer")):
+        messages[2] = {"role": "developer", "content": "Be short"}
+        assert f"<|im_start|>{role}\nBe short" in text(wrapped(template), messages)
     tokens, cuts, state = chat(wrapped(None, calls=False), messages)
     said = "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"
     assert (wrapped(None).decode(tokens), cuts, state) == (said, [], "normal")
@@ -108,18 +110,7 @@ def test_calls_reach_the_template_as_objects(wrapped):
         messages = [user("a"), {"role": "assistant", "tool_calls": [call]}]
         param, words = refused(wrapped(THINKING), messages)
         assert param == "messages" and words.startswith("messages[1].tool_calls: expected")
-
-
-def test_tools_need_a_model_that_calls_them(wrapped):
     assert refused(wrapped(PLAIN, calls=False), [user("a")], TOOLS)[0] == "tools"
-    assert "add" in text(wrapped(THINKING), [user("a")], TOOLS)
-
-
-def test_a_developer_is_a_system_where_the_template_knows_none(wrapped):
-    messages = [{"role": "developer", "content": "x"}, user("a")]
-    assert text(wrapped(PLAIN), messages).startswith("<|im_start|>system\nx")
-    knows = PLAIN + "{# developer #}"
-    assert text(wrapped(knows), messages).startswith("<|im_start|>developer\nx")
 
 
 def test_arguments_of_the_template(wrapped):
