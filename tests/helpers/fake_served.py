@@ -1,6 +1,5 @@
 """What a dialect is given of the served model, without a model; and official types, strictly."""
 
-from functools import cache
 from types import SimpleNamespace
 
 import pydantic
@@ -9,31 +8,15 @@ from mlx_lm.utils import load_tokenizer
 from moelab import DATA
 
 MODEL = DATA / "models/tiny-moe"
-ARGS = {  # of the command line
-    "model": str(MODEL),
-    "draft_model": None,
-    "adapter_path": None,
-    "max_tokens": 512,
-    "temp": 0.0,
-    "top_p": 1.0,
-    "sampling_top_k": 0,
-    "min_p": 0.0,
-    "num_draft_tokens": "auto",
-    "chat_template_args": {},
-}
-
-
-@cache
-def tokenizer():
-    return load_tokenizer(MODEL)
+TOKENIZER = load_tokenizer(MODEL)
+ARGS = {"model": str(MODEL), "max_tokens": 512, "temp": 0.0, "top_p": 1.0, "sampling_top_k": 0}
+ARGS |= {"min_p": 0.0, "num_draft_tokens": "auto", "chat_template_args": {}}
 
 
 def fake_served(**args):
     """The model tiny-moe, with these arguments on the command line."""
-    args = SimpleNamespace(**ARGS | args)
-    return SimpleNamespace(
-        tokenizer=tokenizer(), name="tiny-moe", size=8192, args=args, has_states=False
-    )
+    about = {"tokenizer": TOKENIZER, "name": "tiny-moe", "size": 8192, "has_states": False}
+    return SimpleNamespace(args=SimpleNamespace(**ARGS | args), **about)
 
 
 def parsed(kind, value, may_have=()):

@@ -15,7 +15,6 @@ from moelab.commands.server.requests import ChatRequest, CompletionRequest
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 TEXT = {"prompt": "def f(x):"}
 BOTH = [(ChatRequest, CHAT), (CompletionRequest, TEXT)]
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 both = pytest.mark.parametrize("kind, usual", BOTH, ids=["chat", "completions"])
 
 
@@ -31,38 +30,27 @@ def test_null_is_the_default(kind, usual):
 
 
 @both
-def test_the_command_line_has_the_defaults(kind, usual):
+def test_what_a_request_becomes(kind, usual):
+    """The command line has the defaults; ranks share asks as JSON; mlx-lm takes the arguments."""
     args = {"max_tokens": 7, "temp": 0.5, "top_p": 0.9, "sampling_top_k": 3, "min_p": 0.1}
     (ask,) = asks(kind, usual, args=args | {"num_draft_tokens": 4})
-    assert ask.sampling == {"temp": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}
+    defaults = {"temp": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}
+    assert ask.sampling.items() >= defaults.items()
     assert (ask.max_tokens, ask.num_draft_tokens, ask.seed) == (7, 4, None)
-    given = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "num_draft_tokens": 0}
-    (ask,) = asks(kind, usual, args=args, max_completion_tokens=3, max_tokens=5, **given)
-    assert ask.sampling == {"temp": 0, "top_p": 1, "top_k": 0, "min_p": 0}
-    assert (ask.max_tokens, ask.num_draft_tokens) == (3, 0)
-
-
-@both
-def test_arguments_of_mlx_lm(kind, usual):
-    """Whole numbers are numbers, and ranks, which share asks as JSON, get what was sent."""
     given = {"temperature": 1, "xtc_probability": 1, "top_k": 5, "min_p": 1, "top_p": 1}
-    given |= {"repetition_penalty": 2, "presence_penalty": -2, "frequency_penalty": 1}
-    given |= {"repetition_context_size": 9, "logit_bias": {"5": 100}, "stop": "a"}
-    (ask,) = asks(kind, usual, **given)
-    assert Ask(**json.loads(json.dumps(vars(ask)))) == ask and ask.stops == ["a"]
+    given |= {"repetition_penalty": 2, "presence_penalty": -2, "frequency_penalty": 1, "stop": "a"}
+    given |= {"max_completion_tokens": 3, "max_tokens": 5, "num_draft_tokens": 0}
+    (ask,) = asks(kind, usual, logit_bias={"5": 100}, repetition_context_size=9, **given)
+    assert Ask(**json.loads(json.dumps(vars(ask)))) == ask
+    assert (ask.max_tokens, ask.num_draft_tokens, ask.stops) == (3, 0, ["a"])
     logits = mx.random.normal((1, 8192))
     for processor in make_logits_processors(**ask.penalties):
         logits = processor(mx.array([1, 2]), logits)
     assert make_sampler(**ask.sampling)(logits).item() == 5
     assert (ask.penalties["repetition_context_size"], ask.sampling["top_k"]) == (9, 5)
-    assert fake_served().tokenizer.encode("\n")[0] in ask.sampling["xtc_special_tokens"]
-
-
-@both
-@pytest.mark.parametrize("given", [{"top_p": 0}, {"top_p": 0.0}, {"temperature": 1e-30}])
-def test_what_means_the_likeliest_token(kind, usual, given):
-    (ask,) = asks(kind, usual, **{"temperature": 1} | given)
-    assert ask.sampling["temp"] == 0
+    for likeliest in ({"top_p": 0}, {"temperature": 1e-30}):
+        (ask,) = asks(kind, usual, **{"temperature": 1} | likeliest)
+        assert ask.sampling["temp"] == 0
 
 
 @both
@@ -82,8 +70,6 @@ def test_fields_without_effect(kind, usual):
     taken |= {"suffix": "", "best_of": 1, "stop": [], "logit_bias": {}, "n": 1}
     for name in ("tiny-moe", str(MODEL), "default_model"):
         assert asks(kind, usual, model=name, **taken) == asks(kind, usual)
-    draft = {"draft_model": "lookup", "adapter_path": "a/b"}
-    assert asks(kind, usual, args=draft, draft_model="lookup", adapters="a/b")
 
 
 def test_prompts():
@@ -93,65 +79,34 @@ def test_prompts():
         listed = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         wanted = [encode(p) if isinstance(p, str) else p for p in listed for _ in range(2)]
         assert [ask.tokens for ask in asks(CompletionRequest, {"prompt": prompt}, n=2)] == wanted
-    body = {"model": "tiny-moe", "prompt": [[1, 2, 3], [4, 5]], "temperature": 0, "max_tokens": 1}
-    body |= {"logprobs": 1, "seed": 1234, "echo": True}
-    first, second = asks(CompletionRequest, body)
-    assert (first.tokens, second.tokens) == ([1, 2, 3], [4, 5]) and first.seed == second.seed
-    assert (first.max_tokens, first.logprobs, first.echo) == (1, 1, True)
-    body = {"prompt": "x", "max_tokens": 0, "stop": ["\n\n", "</s>"], "echo": True}
-    (ask,) = asks(CompletionRequest, body)
-    assert (ask.max_tokens, ask.echo, ask.stops) == (0, False, ["\n\n", "</s>"])
-
-
-def test_tool_choice():
-    """With ``none`` the model does not see the tools; tiny-moe cannot call any."""
-    assert asks(ChatRequest, CHAT, tools=[TOOL], tool_choice="none") == asks(ChatRequest, CHAT)
-    with pytest.raises(Refused, match="tools"):
-        asks(ChatRequest, CHAT, tools=[TOOL], tool_choice="auto")
-
-
-def test_logprobs():
-    assert [ask.logprobs for ask in asks(ChatRequest, CHAT)] == [None]
-    for fields, most in (({}, 0), ({"top_logprobs": 20}, 20)):
-        assert [ask.logprobs for ask in asks(ChatRequest, CHAT, logprobs=True, **fields)] == [most]
-    for most in (0, 3):
-        assert [ask.logprobs for ask in asks(CompletionRequest, TEXT, logprobs=most)] == [most]
+    (ask,) = asks(CompletionRequest, TEXT, max_tokens=0, echo=True, logprobs=3)
+    assert (ask.max_tokens, ask.echo, ask.logprobs) == (0, True, 3)
+    for fields, most in (({}, None), ({"logprobs": True}, 0), ({"top_logprobs": 20}, 20)):
+        assert [ask.logprobs for ask in asks(ChatRequest, CHAT, **fields)] == [most]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    assert asks(ChatRequest, CHAT, tools=[tool], tool_choice="none") == asks(ChatRequest, CHAT)
 
 
 NAN, HUGE = float("nan"), 10**400  # beyond float64
 BAD = {  # values that are refused
     "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192], "\ud800"],
-    "messages": [5, None, [], ["hi"], [{}], [{"role": 5}], {"role": "user"}],
+    "messages": [5, [], ["hi"], [{}], {"role": "user"}, [{"role": "user", "content": [{}]}]],
     "max_tokens": [-1, 1.5, True, HUGE, 2**31],
-    "max_completion_tokens": [0, "5"],
     "temperature": [-1, "hot", NAN, 101, HUGE, True],
-    "top_p": [-0.1, 1.1],
     "top_k": [-1, 8192],
-    "min_p": [2],
     "num_draft_tokens": [-1, 2.5, 65, "x"],
-    "presence_penalty": [NAN, 101, float("inf"), -HUGE],
-    "repetition_penalty": [-1],
-    "xtc_threshold": ["x", 0.7],
     "model": [5, "no/such/folder", "", "x" * 100_000],
-    "draft_model": ["no/such/folder", ["lookup"], str(MODEL)],
-    "adapters": ["no/such/folder", ""],
     "seed": ["x", -1, 2**64],
+    "n": [0, 129, "x"],
     "logit_bias": [5, {"x": 1}, {"8192": 1}, {"-1": 1}, {"3": NAN}, {"3": HUGE}],
-    "stop": [5, [5], [""], {"a": 1}, "ab" * 500_000, ["a"] * 65],
+    "stop": [5, [5], [""], ["a"] * 65],
     "stream": ["yes", 1],
     "stream_options": [5, {"x": True}, {"include_usage": 1}],
-    "n": [0, 129, "x"],
-    "logprobs": ["yes", 21],
     "top_logprobs": [-1, 21],
     "chat_template_kwargs": [5, {"tokenize": False}, {"chat_template": "x"}, {"tools": []}],
-    "tools": [5, "", {}, [5], [{}], [{"type": "custom", "custom": {"name": "f"}}]],
+    "tools": [5, {}, [5], [{}], [{"type": "custom", "custom": {"name": "f"}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-    "parallel_tool_calls": [False],
     "response_format": ["text", {"type": "json_object"}],
-    "functions": [[{"name": "f"}]],
-    "reasoning_effort": ["high"],
-    "role_mapping": [{}],
-    "no_such": [1],
     "x" * 100_000: [1],
 }
 
@@ -163,9 +118,8 @@ def test_a_bad_field(field):
     for value in BAD[field]:
         with pytest.raises(ValueError) as refused:
             asks(kind, usual | {field: value})
-        said = str(refused.value)
-        assert "surrogates" in said if value == "\ud800" else said.startswith(refused.value.param)
-        param = getattr(refused.value, "param", field)
+        said, param = str(refused.value), getattr(refused.value, "param", field)
+        assert "surrogates" in said if value == "\ud800" else said.startswith(param)
         assert field.startswith(param[:40]) and len(said) < 400 and len(param) < 200
 
 

@@ -1,11 +1,9 @@
 """Messages become tokens: what templates get, what is refused, where prompts part."""
 
-import importlib
-import json
-
 import pytest
 from mlx_lm.chat_templates import muse_spark
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from transformers import AutoTokenizer
 
 from moelab import DATA
@@ -41,7 +39,6 @@ THINKING = """
 {% endif %}{% endif %}"""
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 
 
 def user(content):
@@ -50,153 +47,85 @@ def user(content):
 
 @pytest.fixture
 def wrapped():
-    """Make a tokenizer that thinks, if a template of its own is given, and may call tools."""
+    """Make a tokenizer that thinks and calls tools, with a template."""
 
-    def make(template=None, tools="json_tools", thinks=True, **format):
+    def make(template, calls=True, **format):
         hf = AutoTokenizer.from_pretrained(DATA / "models/tiny-moe")
         hf.chat_template = template
-        if thinks:
-            hf.add_tokens(["<think>", "</think>"])
-        if tools:
-            module = importlib.import_module(f"mlx_lm.tool_parsers.{tools}")
-            names = ("tool_call_start", "tool_call_end")
-            format |= {"tool_parser": module.parse_tool_call}
-            format |= {name: getattr(module, name) for name in names}
+        hf.add_tokens(["<think>", "</think>"])
+        if calls:
+            format |= {"tool_parser": json_tools.parse_tool_call, "tool_call_end": "</tool_call>"}
+            format |= {"tool_call_start": "<tool_call>"}
         return TokenizerWrapper(hf, **format)
 
     return make
 
 
-def chat(tokenizer, messages, tools=None, given=None, defaults=None, has_states=True):
-    return chat_tokens(tokenizer, messages, tools, given or {}, defaults or {}, has_states)
+def chat(tokenizer, messages, tools=None, has_states=True, **given):
+    return chat_tokens(tokenizer, messages, tools, given, has_states)
 
 
 def text(tokenizer, *args, **kwargs):
     return tokenizer.decode(chat(tokenizer, *args, **kwargs)[0])
 
 
-def test_the_models_own_template(wrapped):
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "models/tiny-moe")
-    tokenizer = TokenizerWrapper(tokenizer)
-    tokens, cuts, state = chat(tokenizer, [user("def f(x):"), user("    return")])
-    assert tokenizer.decode(tokens) == "def f(x):\n    return"
-    assert state == "normal" and chat(tokenizer, [user("a")], has_states=False)[1] == []
-    assert all(0 < end < len(tokens) for end, _ in cuts)
+def refused(*args, **kwargs):
+    """The field that the refusal names, and its words."""
+    with pytest.raises(Refused) as error:
+        chat(*args, **kwargs)
+    assert len(str(error.value)) < 500
+    return error.value.param, str(error.value)
 
 
 def test_content_is_text(wrapped):
-    tokenizer = wrapped(PLAIN)
+    """With and without a template."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [user(parts), {"role": "assistant", "content": None, "tool_calls": None}]
-    given = json.dumps(messages)
-    messages.append({"role": "assistant"})
-    assert text(tokenizer, messages) == (
-        "<|im_start|>user\nab<|im_end|>\n"
-        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
-        "<|im_start|>assistant\n"
-    )
-    assert json.dumps(messages[:2]) == given  # the request is not changed
+    messages = [user(parts), {"role": "assistant", "content": None}, {"role": "assistant"}]
+    empty, begun = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
+    said = f"<|im_start|>user\nab<|im_end|>\n{empty}{empty}{begun}"
+    assert text(wrapped(PLAIN), messages) == said
+    for template, role in ((PLAIN, "system"), (PLAIN + "{# developer #}", "developer")):
+        messages[2] = {"role": "developer", "content": "Be short"}
+        assert f"<|im_start|>{role}\nBe short" in text(wrapped(template), messages)
+    tokens, cuts, state = chat(wrapped(None, calls=False), messages)
+    said = "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"
+    assert (wrapped(None).decode(tokens), cuts, state) == (said, [], "normal")
+    messages[1] = user([*parts, {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}])
+    for template in (PLAIN, None):
+        words = "messages[1].content: expected parts of type text, got image_url"
+        assert refused(wrapped(template), messages) == ("messages", words)
 
 
-def test_without_a_template_chats_are_text(wrapped):
-    tokenizer = wrapped(None, tools=None)
-    messages = [{"role": "developer", "content": [{"type": "text", "text": "Be short"}]}]
-    messages += [user("a"), {"role": "assistant", "content": None}]
-    tokens, cuts, state = chat(tokenizer, messages)
-    assert (
-        tokenizer.decode(tokens) == "ASSISTANT's RULE: Be short\nUSER: a\nASSISTANT: \nASSISTANT:"
-    )
-    assert (cuts, state) == ([], "normal")
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}},
-        {"type": "input_audio"},
-        {"type": "text"},
-        {"type": "text", "text": 3},
-        {},
-    ],
-)
-@pytest.mark.parametrize("template", [PLAIN, None])
-def test_content_that_is_no_text_is_refused(wrapped, template, part):
-    messages = [user("a"), user([{"type": "text", "text": "b"}, part])]
-    with pytest.raises(Refused, match=r"messages\[1\]\.content: .* text") as refused:
-        chat(wrapped(template), messages)
-    assert refused.value.param == "messages"
+def function(arguments):
+    return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
 def test_calls_reach_the_template_as_objects(wrapped):
-    tokenizer = wrapped(THINKING)
-    empty = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": a}}
-             for a in ("", None, "{}", {})]  # fmt: skip
-    messages = [user("a"), {"role": "assistant", "content": None, "tool_calls": [CALL, *empty]}]
-    assert text(tokenizer, messages, TOOLS).count('"arguments": {}') == 4
-    assert '{"name": "add", "arguments": {"a": 1}}' in text(tokenizer, messages, TOOLS)
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        {},
-        {"function": None},
-        {"function": "f"},
-        3,
-        *(
-            {"function": {"name": "f", "arguments": a}}
-            for a in ("{", "[1]", "3", "null", '"x"', 3, [1], "[" * 100_000)
-        ),
-    ],
-    ids=lambda call: repr(call)[:50],
-)
-def test_malformed_calls_are_refused(wrapped, call):
-    with pytest.raises(Refused, match=r"messages\[1\]\.tool_calls: expected") as refused:
-        chat(wrapped(THINKING), [user("a"), {"role": "assistant", "tool_calls": [CALL, call]}])
-    assert refused.value.param == "messages" and len(str(refused.value)) < 500
-
-
-def test_tools_need_a_model_that_calls_them(wrapped):
-    with pytest.raises(Refused, match="tools: ") as refused:
-        chat(wrapped(PLAIN, tools=None), [user("a")], TOOLS)
-    assert refused.value.param == "tools"
-    assert "add" in text(wrapped(THINKING), [user("a")], TOOLS)
-
-
-def test_a_developer_is_a_system_where_the_template_knows_none(wrapped):
-    messages = [{"role": "developer", "content": "x"}, user("a")]
-    assert text(wrapped(PLAIN), messages).startswith("<|im_start|>system\nx")
-    knows = PLAIN + "{# developer #}"
-    assert text(wrapped(knows), messages).startswith("<|im_start|>developer\nx")
+    calls = [*map(function, ('{"a": 1}', "", None, "{}", {}))]
+    messages = [user("a"), {"role": "assistant", "content": None, "tool_calls": calls}]
+    got = text(wrapped(THINKING), messages, TOOLS)
+    assert got.count('"arguments": {}') == 4 and '{"name": "add", "arguments": {"a": 1}}' in got
+    wrong = map(function, ("{", "[1]", "3", "null", 3, [1], "[" * 100_000))
+    for call in ({}, {"function": None}, 3, *wrong):
+        messages = [user("a"), {"role": "assistant", "tool_calls": [call]}]
+        param, words = refused(wrapped(THINKING), messages)
+        assert param == "messages" and words.startswith("messages[1].tool_calls: expected")
+    assert refused(wrapped(PLAIN, calls=False), [user("a")], TOOLS)[0] == "tools"
 
 
 def test_arguments_of_the_template(wrapped):
-    tokenizer = wrapped("{{ a }}{{ b }}{{ messages[0].content }}")
-    assert text(tokenizer, [user("x")], None, {"a": 1}, {"a": 2, "b": 3}) == "13x"
-    for name in ("chat_template", "tokenize", "tools", "add_generation_prompt", "return_dict"):
-        with pytest.raises(Refused, match=f"chat_template_kwargs: {name} ") as refused:
-            chat(tokenizer, [user("x")], None, {name: "x"})
-        assert refused.value.param == "chat_template_kwargs"
+    tokenizer = wrapped("{{ a }}{{ messages[0].content }}")
+    assert text(tokenizer, [user("x")], a=1) == "1x"
+    for name in ("chat_template", "tokenize", "add_generation_prompt", "return_dict"):
+        assert refused(tokenizer, [user("x")], **{name: "x"})[0] == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ raise_exception('no') }}",
-        "{{ messages[9].content.x }}",
-        "{{ messages[0].content + 3 }}",
-        "{% for",
-        "{{ 1 // 0 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
-def test_a_template_that_fails_is_refused(wrapped, template):
-    with pytest.raises(Refused, match="messages: .* chat template .* fails") as refused:
-        chat(wrapped(template), [user("a")])
-    assert refused.value.param == "messages" and len(str(refused.value)) < 500
-    with pytest.raises(Refused):
-        chat(wrapped(PLAIN), [user("\ud800")])
+def test_a_template_that_fails_is_refused(wrapped):
+    endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
+    wrong = ("{{ raise_exception('no') }}", "{{ messages[9].content.x }}", "{% for", "{{ 1 // 0 }}")
+    for template in (*wrong, endless):
+        param, words = refused(wrapped(template), [user("a")])
+        assert param == "messages" and "chat template" in words
 
 
 def test_a_template_whose_probes_fail_still_works(wrapped):
@@ -207,20 +136,16 @@ def test_a_template_whose_probes_fail_still_works(wrapped):
 
 
 def test_the_state_after_the_prompt(wrapped):
-    tokenizer, quiet = wrapped(THINKING), {"enable_thinking": False}
-    assert chat(tokenizer, [user("a")])[2] == "reasoning"
-    assert chat(tokenizer, [user("a")], given=quiet)[2] == "normal"
+    tokenizer = wrapped(THINKING)
     # What messages say opens no thinking and ends none.
-    for has_states in (True, False):
-        for word in ("<think>", "</think>", "</think><think>"):
-            given = chat(tokenizer, [user(f"what is {word}?")], has_states=has_states)
-            assert given[2] == "reasoning"
-            given = chat(tokenizer, [user(word)], given=quiet, has_states=has_states)
-            assert given[2] == "normal"
-    assert chat(wrapped(THINKING, thinks=False), [user("a")])[2] == "normal"
+    for word in ("a", "what is <think>?", "</think>", "</think><think>"):
+        for has_states in (True, False):
+            given = {"messages": [user(word)], "has_states": has_states}
+            assert chat(tokenizer, **given)[2] == "reasoning"
+            assert chat(tokenizer, **given, enable_thinking=False)[2] == "normal"
     # A template that begins the answer in either case.
     assert chat(wrapped("{{ messages[0].content }}<think>"), [user("a")])[2] == "reasoning"
-    muse = wrapped(PLAIN, "muse_spark", response_format=muse_spark.RESPONSE_FORMAT)
+    muse = wrapped(PLAIN, response_format=muse_spark.RESPONSE_FORMAT)
     assert chat(muse, [user("a")])[2] == "header"
 
 
@@ -235,8 +160,7 @@ def test_prompts_part_after_the_system_and_after_the_last_message(wrapped):
         assert ends[1].endswith("Hello<|im_end|>\n")
         other = chat(tokenizer, [*messages[:-1], user("Goodbye")], tools)
         assert other[0][: cuts[0][0]] == tokens[: cuts[0][0]] and other[1][0] == cuts[0]
-        assert chat(tokenizer, messages, tools, has_states=False)[::2] == (tokens, "reasoning")
-        assert chat(tokenizer, messages, tools, has_states=False)[1] == []
+        assert chat(tokenizer, messages, tools, has_states=False) == (tokens, [], "reasoning")
     assert [kind for _, kind in chat(tokenizer, [user("Hello")])[1]] == ["user"]
 
 
@@ -244,7 +168,7 @@ def test_an_agents_next_prompt_begins_with_what_was_kept(wrapped):
     """A turn may be rendered otherwise than it was written: its thinking is left out, or added."""
     tokenizer = wrapped(THINKING)
     messages = [{"role": "system", "content": "Use tools."}, user("1 + 1?")]
-    call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    call = {"role": "assistant", "content": None, "tool_calls": [function('{"a": 1}')]}
     turns = [
         [call | {"reasoning": "I add."}, {"role": "tool", "content": "2"}],
         [call, {"role": "tool", "content": [{"type": "text", "text": "3"}]}],

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -30,13 +31,11 @@ class Chat:
         return self.head | {"choices": choices, "usage": self._usage(deltas)}
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """Nothing: each text begins with its first part."""
-        return ()
+        """Begin each text: the official client counts log probabilities of a first event twice."""
+        return (event for i in range(len(self.asks)) for event in self.part(i, Delta()))
 
     def part(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Say in a stream what was written of one text, after a first event without any."""
-        if index not in self._told and delta != Delta():
-            yield from self.part(index, Delta())
+        """Say in a stream what was written of one text."""
         yield self.head | {"choices": [self._choice(index, delta)]}
 
     def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any] | str]:
@@ -57,14 +56,14 @@ class Chat:
         said = {} if index in self._told else begun
         said |= {"content": delta.text} if delta.text else {}
         said |= {"reasoning": delta.reasoning} if delta.reasoning else {}
+        said |= {"tool_calls": []} if delta.calls else {}
         told = self._told.get(index, 0)
-        for number, call in enumerate(delta.calls, told):
-            function = {"name": call.name, "arguments": call.arguments}
-            made = {"id": call.id, "type": "function", "function": function}
-            made |= {"index": number} if self.stream else {}
-            said.setdefault("tool_calls", []).append(made)
+        for number, (id, name, arguments) in enumerate(delta.calls, told):
+            function = {"name": name, "arguments": arguments}
+            made = {"index": number} if self.stream else {}
+            said["tool_calls"].append(made | {"id": id, "type": "function", "function": function})
         self._told[index] = told + len(delta.calls)
-        scores = {"content": [self._score(*token) for token in delta.tokens], "refusal": None}
+        scores = {"content": [self._score(*token) for token in delta.tokens]}
         scores = None if self.asks[index].logprobs is None else scores
         name = "delta" if self.stream else "message"
         return {"index": index, name: said, "logprobs": scores, "finish_reason": delta.finish}
@@ -92,19 +91,18 @@ class Completions(Chat):
 
     def _choice(self, index, delta):
         """Make a choice of a text or of its next part; with ``echo`` the prompt comes before."""
-        text, offset, prompt = delta.text, self._told.get(index, 0), self.request.prompt
+        text, begun = delta.text, self.request.prompt[index // self.request.n]
         if self.request.echo and index not in self._told:
-            begun = prompt[index // self.request.n]
             text = (begun if isinstance(begun, str) else self.tokenizer.decode(begun)) + text
-        scores = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for row in [self._score(*token) for token in delta.prompt + delta.tokens]:
-            # Of tokens with one name the likeliest stays; the prompt's first has no probability.
-            top = {r["token"]: r["logprob"] for r in (row, *reversed(row["top_logprobs"]))}
-            top = None if row["logprob"] is None else top
-            for column, value in zip(scores.values(), (row["token"], row["logprob"], top, offset)):
-                column.append(value)
-            # Only the first byte of a character has other first bits than 10.
-            offset += sum(byte & 0xC0 != 0x80 for byte in row["bytes"])
-        self._told[index] = offset
+        rows = [self._score(*token) for token in delta.prompt + delta.tokens]
+        # Only the first byte of a character has other first bits than 10.
+        sizes = [sum(byte & 0xC0 != 0x80 for byte in row["bytes"]) for row in rows]
+        *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
+        scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
+        scores["token_logprobs"] = [row["logprob"] for row in rows]
+        # Of tokens with one name the likeliest stays; the prompt's first has no probability.
+        tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
+        tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
+        scores["top_logprobs"] = [None if None in top.values() else top for top in tops]
         scores = None if self.request.logprobs is None else scores
         return {"index": index, "text": text, "logprobs": scores, "finish_reason": delta.finish}

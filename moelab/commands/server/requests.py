@@ -1,7 +1,4 @@
-"""Requests in OpenAI's form: they are checked and become one ``Ask`` for each text to write.
-
-A field that is null has its default. One that this server does not know is refused.
-"""
+"""Requests in OpenAI's form are checked and become one ``Ask`` for each text to write."""
 
 import json
 from inspect import signature
@@ -16,7 +13,7 @@ from .ask import Ask, Refused
 from .template import chat_tokens
 from .text import Splitter
 
-DEFAULT = "default_model"  # mlx-lm's name of the model, draft or adapters of the command line
+DEFAULT = "default_model"  # mlx-lm's name of the model of the command line
 TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # without effect
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
 TAKEN |= {"client_metadata", "inference_geo", "max_tool_calls", "speed"}
@@ -43,16 +40,15 @@ Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Tool = _object(type=Literal["function"], function=_object(name=str))
-Message = _object(role=str, content=NotRequired[str | list[dict[str, Any]] | None])
+Content = str | list[_object(type=str, text=NotRequired[str | None])] | None
+Message = _object(role=str, content=NotRequired[Content])
 
 
 class Request(BaseModel):
-    """What requests of chats and of completions have in common."""
+    """What requests of chats and of completions have in common. Null is the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     model: str = DEFAULT
-    draft_model: str = DEFAULT
-    adapters: str = DEFAULT
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool | None] = {}
     n: int = Field(1, ge=1, le=128)
@@ -71,9 +67,7 @@ class Request(BaseModel):
     repetition_penalty: Positive | None = None
     repetition_context_size: Whole | None = None
     presence_penalty: Number | None = None
-    presence_context_size: Whole | None = None
     frequency_penalty: Number | None = None
-    frequency_context_size: Whole | None = None
 
     @classmethod
     def of(cls, body: dict[str, Any]) -> Self:
@@ -90,34 +84,27 @@ class Request(BaseModel):
     def make(self, prompts: list[tuple], served: Any, scores: int | None, echo=False) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
         args, size, bias = served.args, served.size, self.logit_bias
-        known = {"model": (served.name, args.model), "draft_model": (args.draft_model,)}
-        for name, names in (known | {"adapters": (args.adapter_path,)}).items():
-            got = getattr(self, name)
-            _expect(got in (DEFAULT, *names), name, f"{names[0]}, as served, or {DEFAULT}", got)
-        _expect((self.top_k or 0) < size, "top_k", f"less than the {size} tokens", self.top_k)
-        _expect(max(bias, default=0) < size, "logit_bias", f"tokens from 0 to {size - 1}", bias)
-        for tokens, _ in prompts:
-            good = tokens and max(tokens) < size
-            _expect(good, "prompt", f"one or more tokens, each less than {size}", tokens)
+        ids = f"one or more tokens, each less than {size}"
+        _expect(self.model in (DEFAULT, served.name, args.model), "model", served.name, self.model)
+        _expect((self.top_k or 0) < size, "top_k", f"less than {size}", self.top_k)
+        _expect(max(bias, default=0) < size, "logit_bias", ids, bias)
         _expect(self.n * len(prompts) <= 1024, "n", "at most 1024 texts of a request", self.n)
+        for tokens, _ in prompts:
+            _expect(tokens and max(tokens) < size, "prompt", ids, tokens)
         sampling = {"temp": args.temp, "top_p": args.top_p, "top_k": args.sampling_top_k}
         sampling |= {"min_p": args.min_p} | self.model_dump(include=SAMPLING, exclude_none=True)
         if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # logits over less may be infinite
             sampling["temp"] = 0.0
-        if sampling.get("xtc_probability"):  # as in mlx-lm's server
-            ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
-            sampling["xtc_special_tokens"] = ends
+        ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
+        sampling["xtc_special_tokens"] = ends  # as in mlx-lm's server
+        given = {"sampling": sampling, "logprobs": scores, "echo": echo}
+        given["penalties"] = self.model_dump(include=PENALTIES, exclude_none=True)
+        given["stops"] = [self.stop] if isinstance(self.stop, str) else self.stop
         length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
-        length = args.max_tokens if length is None else length
-        drafted = args.num_draft_tokens if drafted is None else drafted
-        penalties = self.model_dump(include=PENALTIES, exclude_none=True)
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        given["max_tokens"] = args.max_tokens if length is None else length
+        given["num_draft_tokens"] = args.num_draft_tokens if drafted is None else drafted
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
-        return [
-            Ask(tokens, length, sampling, penalties, seed, stops, scores, echo, drafted, cuts)
-            for tokens, cuts in prompts
-            for seed in seeds
-        ]
+        return [Ask(ids, seed=seed, cuts=cuts, **given) for ids, cuts in prompts for seed in seeds]
 
 
 class ChatRequest(Request):
@@ -133,10 +120,10 @@ class ChatRequest(Request):
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
         tokenizer, tools = served.tokenizer, (self.tool_choice == "auto" and self.tools) or None
-        given = self.messages, tools, self.chat_template_kwargs, served.args.chat_template_args
-        tokens, cuts, state = chat_tokens(tokenizer, *given, served.has_states)
+        given = served.args.chat_template_args | self.chat_template_kwargs
+        *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
-        asks = self.make([(tokens, cuts)], served, scores)
+        asks = self.make([prompt], served, scores)
         return asks, [Splitter(tokenizer, tools, state) for _ in asks]
 
 
