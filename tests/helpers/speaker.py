@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
-from moelab.commands.server.messages import CountTokens, Messages
+from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
 from moelab.commands.server.text import Call, Delta
 
@@ -26,32 +26,21 @@ ANSWERS = {  # what is written, and the items that it makes: thoughts begin with
         ["*Hm", "\nSo"],
     ),
     "a cut thought": ([Delta(reasoning="Hm", finish="length")], ["*Hm"]),
-    "white space": ([Delta(reasoning="Hm"), Delta("\n"), Delta(finish="stop")], ["*Hm", "\n"]),
-    "calls": (
-        [
-            Delta("\n"),
-            Delta(calls=CALLS[:1]),
-            Delta("\n"),
-            Delta(calls=CALLS[1:]),
-            Delta("\n", finish="tool_calls"),
-        ],
-        CALLS,
-    ),
     "all in turns": (
         [
             Delta("A", "B"),
             Delta("C", calls=CALLS[:1]),
             Delta("D"),
             Delta(reasoning="E"),
-            Delta(calls=CALLS[1:], finish="tool_calls"),
+            Delta("\n", calls=CALLS[1:], finish="tool_calls"),
         ],
-        ["*B", "AC", CALLS[0], "D", "*E", CALLS[1]],
+        ["*B", "AC", CALLS[0], "D", "*E", "\n", CALLS[1]],
     ),
 }
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 SAID = {  # what a model says and how it ends, and the items
     "text": (["Hello"], ["Hello"]),
-    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "call"]),
+    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "\n", "call"]),
     "malformed": (["A<tool_call>{oops</tool_call>"], ["A<tool_call>{oops</tool_call>"]),
     "cut": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
 }
@@ -113,7 +102,7 @@ class Speaker:
 def speaking(*said):
     """The address of such a server."""
     engine = Speaker(*said)
-    app = http.app(engine, caller(), (Responses, Messages, CountTokens), ())
+    app = http.app(engine, caller(), (Responses, Messages), ())
     with listening(app, engine) as url:
         yield url
 
