@@ -1,5 +1,6 @@
 """A server whose model says what a test wants: it thinks and calls tools."""
 
+import json
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -107,11 +108,15 @@ def speaking(*said):
         yield url
 
 
-def answered(request, deltas):
-    """The events of a stream but for its end, and the sum, as the HTTP layer makes them."""
-    told, events = iter(deltas), []
-    request._splitter.add = lambda part: next(told)
-    for _ in deltas:
-        delta = request.splitters[0].add(Part())
-        events += [*request.part(0, delta)]
-    return [*request.begin(), *events], sum(deltas, Delta(usage=Usage(30, 20, 7)))
+def answered(kind, body, deltas):
+    """A whole answer, the events of a stream, and the sum, as the HTTP layer makes them."""
+    made = []
+    for stream in (False, True):
+        request, told, events = kind(body | {"stream": stream}, fake_served()), iter(deltas), []
+        request._splitter.add = lambda part, told=told: next(told)
+        for _ in deltas:
+            events += request.part(0, request.splitters[0].add(Part()))
+        delta = sum(deltas, Delta(usage=Usage(30, 20, 7)))
+        events = [*request.begin(), *events, *request.end([delta])] if stream else []
+        made.append(json.loads(json.dumps(events or request.whole([delta]))))
+    return *made, delta
