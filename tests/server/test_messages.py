@@ -78,20 +78,14 @@ REFUSED = [  # a field, and a value that would change the answer or that is none
     ("tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
     ("tools", [{"type": "web_search_20250305", "name": "web_search"}]),
     ("messages", []),
-    ("messages", [5]),
-    ("messages", [{"role": 5, "content": "x"}]),
     ("messages", [*USUAL["messages"], {"role": "assistant", "content": "{"}]),
     ("messages", block("image", source=IMAGE["source"])),
-    ("messages", block("text", text=5)),
     ("messages", block("tool_use", id="x", name="f")),
     ("messages", block("tool_result", content="x")),
     ("messages", block("tool_result", tool_use_id="x", content=[IMAGE])),
     ("system", [IMAGE]),
     ("system", 5),
     ("stop_sequences", [""]),
-    ("max_tokens", 0),
-    ("input", "x"),
-    ("gibberish", 1),
 ]
 
 
