@@ -110,7 +110,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
         from .server import http
         from .server.completions import Chat, Completions
         from .server.engine import Engine
-        from .server.messages import CountTokens, Messages
+        from .server.messages import Messages
         from .server.prompts import Prompts
         from .server.responses import Responses
     except ImportError as error:
@@ -139,7 +139,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             engine.join()
             engine.check()
         else:
-            dialects = (Chat, Completions, Responses, Messages, CountTokens)
+            dialects = (Chat, Completions, Responses, Messages)
             app = http.app(engine, model, dialects, args.allowed_origins)
             http.Server(app, engine, listening).answer()
 

@@ -1,5 +1,6 @@
 """A server whose model says what a test wants: it thinks and calls tools."""
 
+import json
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -12,7 +13,7 @@ from transformers import AutoTokenizer
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
-from moelab.commands.server.messages import CountTokens, Messages
+from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
 from moelab.commands.server.text import Call, Delta
 
@@ -26,32 +27,21 @@ ANSWERS = {  # what is written, and the items that it makes: thoughts begin with
         ["*Hm", "\nSo"],
     ),
     "a cut thought": ([Delta(reasoning="Hm", finish="length")], ["*Hm"]),
-    "white space": ([Delta(reasoning="Hm"), Delta("\n"), Delta(finish="stop")], ["*Hm", "\n"]),
-    "calls": (
-        [
-            Delta("\n"),
-            Delta(calls=CALLS[:1]),
-            Delta("\n"),
-            Delta(calls=CALLS[1:]),
-            Delta("\n", finish="tool_calls"),
-        ],
-        CALLS,
-    ),
     "all in turns": (
         [
             Delta("A", "B"),
             Delta("C", calls=CALLS[:1]),
             Delta("D"),
             Delta(reasoning="E"),
-            Delta(calls=CALLS[1:], finish="tool_calls"),
+            Delta("\n", calls=CALLS[1:], finish="tool_calls"),
         ],
-        ["*B", "AC", CALLS[0], "D", "*E", CALLS[1]],
+        ["*B", "AC", CALLS[0], "D", "*E", "\n", CALLS[1]],
     ),
 }
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 SAID = {  # what a model says and how it ends, and the items
     "text": (["Hello"], ["Hello"]),
-    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "call"]),
+    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "\n", "call"]),
     "malformed": (["A<tool_call>{oops</tool_call>"], ["A<tool_call>{oops</tool_call>"]),
     "cut": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
 }
@@ -113,16 +103,20 @@ class Speaker:
 def speaking(*said):
     """The address of such a server."""
     engine = Speaker(*said)
-    app = http.app(engine, caller(), (Responses, Messages, CountTokens), ())
+    app = http.app(engine, caller(), (Responses, Messages), ())
     with listening(app, engine) as url:
         yield url
 
 
-def answered(request, deltas):
-    """The events of a stream but for its end, and the sum, as the HTTP layer makes them."""
-    told, events = iter(deltas), []
-    request._splitter.add = lambda part: next(told)
-    for _ in deltas:
-        delta = request.splitters[0].add(Part())
-        events += [*request.part(0, delta)]
-    return [*request.begin(), *events], sum(deltas, Delta(usage=Usage(30, 20, 7)))
+def answered(kind, body, deltas):
+    """A whole answer, the events of a stream, and the sum, as the HTTP layer makes them."""
+    made = []
+    for stream in (False, True):
+        request, told, events = kind(body | {"stream": stream}, fake_served()), iter(deltas), []
+        request._splitter.add = lambda part, told=told: next(told)
+        for _ in deltas:
+            events += request.part(0, request.splitters[0].add(Part()))
+        delta = sum(deltas, Delta(usage=Usage(30, 20, 7)))
+        events = [*request.begin(), *events, *request.end([delta])] if stream else []
+        made.append(json.loads(json.dumps(events or request.whole([delta]))))
+    return *made, delta

@@ -1,0 +1,97 @@
+"""One conversation as Codex and as Claude Code send it, and the chat that both mean."""
+
+HI, TOOL = {"text": "Hi"}, {"name": "f", "description": "Do"}
+SAME = {"model": "default_model", "temperature": 0.5, "top_p": 0.9, "stream": True}
+
+
+def chat(arguments):
+    """The messages, in which a tool is called with these arguments."""
+    function = {"name": "f", "arguments": arguments}
+    calls = [{"id": i, "type": "function", "function": function} for i in ("c1", "c2")]
+    return [
+        {"role": "system", "content": "A\n\nB"},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "reasoning": "Hm", "content": "Ok", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "Hi"},
+        {"role": "user", "content": "Hi\n\nC"},
+    ]
+
+
+CHAT = SAME | {
+    "tools": [{"type": "function", "function": TOOL | {"parameters": {"type": "object"}}}],
+    "max_tokens": 5,
+    "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": True},
+}
+
+SAID = {"type": "message", "role": "user", "content": [{"type": "input_text"} | HI]}
+DEVELOPER = {"type": "message", "role": "developer", "content": "C"}
+THOUGHT = {"type": "reasoning", "summary": [], "encrypted_content": None, "id": "rs_1"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+CODEX = SAME | {
+    "instructions": "A",
+    "input": [
+        DEVELOPER | {"content": [{"type": "input_text", "text": "B"}]},
+        SAID,
+        THOUGHT | {"content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Ok"}]},
+        CALL,
+        THOUGHT | {"content": None},
+        CALL | {"call_id": "c2", "status": "completed"},
+        OUTPUT,
+        OUTPUT | {"call_id": "c2", "output": SAID["content"]},
+        SAID,
+        DEVELOPER,
+    ],
+    "max_output_tokens": 5,
+    "tool_choice": "auto",
+    "tools": [TOOL | {"type": "function", "parameters": {"type": "object"}, "strict": False}],
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "high", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "text": {"verbosity": "medium", "format": {"type": "text"}},
+    "client_metadata": {"x": "y"},
+    "store": False,
+    "prompt_cache_key": "0199",
+    "service_tier": None,
+    "previous_response_id": None,
+}
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+BILLING = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=abc;"}
+TEXT = {"type": "text"} | HI | CACHED
+USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
+RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "1", "is_error": True}
+OWN = TOOL | {"input_schema": {"type": "object"}, "strict": True} | CACHED
+CLAUDE_CODE = SAME | {
+    "system": [BILLING, TEXT | {"text": "A"}, TEXT | {"text": "B"}],
+    "messages": [
+        {"role": "user", "content": [TEXT]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm", "signature": "abc"},
+                {"type": "redacted_thinking", "data": "abc"},
+                {"type": "text", "text": "Ok"},
+                USE,
+                USE | {"id": "c2"},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [RESULT, RESULT | {"tool_use_id": "c2", "content": [TEXT]}, TEXT],
+        },
+        {"role": "system", "content": "C"},
+    ],
+    "max_tokens": 5,
+    "stop_sequences": ["z"],
+    "tool_choice": {"type": "auto"},
+    "tools": [OWN],
+    "thinking": {"type": "adaptive"},
+    "output_config": {"effort": "high"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    "metadata": {"user_id": "x"},
+    "service_tier": "auto",
+    "top_k": None,
+}
