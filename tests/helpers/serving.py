@@ -7,18 +7,17 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from moelab import DATA
 from moelab.lab import limit
 
 START_S = 120  # seconds to import and load a model on a busy machine
-ANSWER_S = 600  # seconds until an answer begins, or goes on
+ANSWER_S = 600  # seconds until an answer comes
 
 
 class Served:
@@ -35,7 +34,6 @@ class Served:
     ):
         self.log, self._stack = Path(log), ExitStack()
         prepared = self._stack.enter_context(limit.limited(limit_nbytes))
-        self.limit = prepared
 
         def before_exec():
             # What a shell starts in the background ignores Ctrl-C, and so would the server.
@@ -80,20 +78,6 @@ class Served:
 
     def post(self, path: str, body: dict[str, Any] | bytes) -> tuple[int, dict[str, Any]]:
         """The status and answer of a request, which may be nonsense."""
-        try:
-            with self._open(path, body) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())
-
-    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The parts of a streamed answer; closing the iterator hangs up."""
-        with self._open(path, {**body, "stream": True}) as answer:
-            for line in answer:
-                data = line.removeprefix(b"data: ").strip()
-                if line.startswith(b"data: {"):
-                    yield json.loads(data)
-
-    def _open(self, path, body):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return urllib.request.urlopen(urllib.request.Request(self.url + path, data), None, ANSWER_S)
+        answer = httpx.post(self.url + path, content=data, timeout=ANSWER_S)
+        return answer.status_code, answer.json()

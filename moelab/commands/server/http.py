@@ -1,7 +1,4 @@
-"""The server of HTTP: routes, errors, and limits on what clients send and on their silence.
-
-The event loop only reads and sends. Each request is checked in a thread of its own.
-"""
+"""The server of HTTP: routes, errors, and limits on what clients send and on their silence."""
 
 import asyncio
 import json
@@ -13,11 +10,11 @@ import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import uvicorn
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -29,6 +26,7 @@ from starlette.routing import Route
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
 from .ask import Refused
+from .text import Delta
 
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
 KEEPALIVE_S = 10  # between the comments in a stream that has nothing to say
@@ -36,35 +34,32 @@ GRACE_S = 2  # at Ctrl-C, answers have so long to end
 MOST_NBYTES = 2**22  # of a request: 16 for each of 256k tokens
 SMALL_NBYTES = 2**14  # requests above are read one after another, and refused if memory is short
 TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text
+BODY = TypeAdapter(dict[str, Any])
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
-UVICORN |= {"proxy_headers": False, "timeout_graceful_shutdown": GRACE_S, "backlog": 1024}
+UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
 
 
 def app(engine: Any, served: Any, dialects: list[type], origins: list[str]) -> Starlette:
     """Make the application. Web pages of ``origins`` (CORS; * for all) may ask, too."""
-    about = {"id": served.name, "object": "model", "owned_by": "moelab"}
-    about["created"] = int(time.time())
-
-    async def health(_):
-        return _json({"status": "ok"})
+    card = {"id": served.name, "object": "model", "owned_by": "moelab", "created": int(time.time())}
 
     async def models(request):
         name = request.path_params.get("name")
-        if name in (None, "", served.name):
-            return _json(about if name else {"object": "list", "data": [about]})
-        raise HTTPException(404, f"expected the model {served.name!r}, got {name[:100]!r}")
+        if name and name != served.name:
+            raise HTTPException(404, f"expected the model {served.name!r}, got {name[:100]!r}")
+        return _json(card if name else {"object": "list", "data": [card]})
 
     async def refuse(request, error):
         words = f"{request.method} {shorten(request.scope['path'], 100)}: {error.detail}"
         return _json(*_error(dialects[0], Refused(words, status=error.status_code)))
 
     routes = [Route(path, models) for path in ("/v1/models", "/v1/models/{name:path}")]
-    routes, lock = [*routes, Route("/health", health)], asyncio.Lock()
+    routes, lock = [*routes, Route("/health", lambda _: _json({"status": "ok"}))], asyncio.Lock()
     for dialect in dialects:
         endpoint = _Endpoint(dialect, engine, served, origins, lock)
         routes += [Route(path, endpoint, methods=["POST"]) for path in dialect.paths]
-    cors = {"allow_origins": origins, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-    return Starlette(False, routes, [Middleware(CORSMiddleware, **cors)], {HTTPException: refuse})
+    cors = Middleware(CORSMiddleware, origins, allow_methods=["*"], allow_headers=["*"])
+    return Starlette(False, routes, [cors], {HTTPException: refuse})
 
 
 def _json(value, status=200):
@@ -81,106 +76,93 @@ def _error(dialect, error):
     return dialect.error(words, getattr(error, "param", None), status), status
 
 
-@dataclass
 class _Endpoint:
     """Answers the requests of a dialect (an application of ASGI)."""
 
-    dialect: type
-    engine: Any
-    served: Any
-    origins: list[str]
-    lock: asyncio.Lock  # one large request is in memory at a time
+    def __init__(self, dialect, engine, served, origins, lock):
+        self.dialect, self.engine, self.served = dialect, engine, served
+        self.origins, self.lock = origins, lock  # one large request is in memory at a time
 
     async def __call__(self, scope, receive, send):
-        request, stream, watch = Request(scope, receive), None, None
+        request, told, begun = Request(scope, receive), asyncio.Queue(), False
         large = int(request.headers.get("content-length", MOST_NBYTES)) > SMALL_NBYTES
-        told, loop = asyncio.Queue(), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
 
         def tell(event, index=0):
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(told.put_nowait, (event, index))
 
+        async def write(*events, status=200, more=False):
+            """Send a whole answer or, if there is more, begin a stream; a comment if it is idle."""
+            nonlocal begun
+            if more and watch.done():  # what was told before would take long to write
+                raise ClientDisconnect()
+            if not (begun or more):
+                return await _json(*events, status)(scope, receive, send)
+            if not begun:
+                head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": status, "headers": head})
+            begun, data = True, "".join(map(_encode, events)) or ": keepalive\n\n"
+            await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
+
         try:
             async with self.lock if large else nullcontext():
                 body = await self._read(request)
-                watch = asyncio.create_task(_cancel_if_gone(receive, asyncio.current_task()))
+                watch = asyncio.create_task(receive())  # it ends when the client is gone
+                watch.add_done_callback(lambda _: tell(ClientDisconnect()))
                 # A daemon: a template that never ends must not keep the process alive.
                 threading.Thread(target=self._check, args=(body, tell), daemon=True).start()
                 asked, _ = await _next(told)
-            stream = _Stream(asked, send) if asked.stream else None
-            texts = await self._answer(asked, stream, told, tell)
-            if stream:
-                await stream.write(*asked.end(texts), more=False)
-            else:
-                await _json(asked.whole(texts))(scope, receive, send)
+            await self._answer(asked, write, told, tell)
+        except ClientDisconnect:
+            logging.info("%s: the client has gone", scope["path"])
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, ClientDisconnect) or (watch and watch.done()):
-                return logging.info("%s: the client has gone", scope["path"])
             words, status = _error(self.dialect, error)
             with suppress(asyncio.CancelledError):  # of a client that takes nothing
-                if stream and stream.begun:
-                    await stream.write(words, more=False)
-                else:
-                    await _json(words, status)(scope, receive, send)
-        finally:
-            if watch:
-                watch.cancel()
+                await write(words, status=status)
 
     async def _read(self, request):
         """Read a body to its end, also one that is too long: its client would lose the answer."""
         most = max(SMALL_NBYTES, min(MOST_NBYTES, memory_now()[1] // 2 // TOKENS_NBYTES))
-        body, size = bytearray(), 0
+        body, origin = bytearray(), request.headers.get("origin", "")[:100]
         async for part in request.stream():
-            size += len(part)
-            if size <= most:
+            if len(body) <= most:
                 body += part
-        origin = request.headers.get("origin", "")[:100]
         if origin and not {"*", origin}.intersection(self.origins):
-            words = f"{origin} may not ask. Start the server with --allowed-origins {origin}"
-            raise Refused(f"Origin: {words}", status=403)
-        if size > most:
-            raise Refused(f"body: expected at most {most} bytes, got {size}", status=413)
+            raise Refused(f"Origin: {origin} is not one of --allowed-origins", status=403)
+        if len(body) > most:
+            raise Refused(f"body: expected at most {most} bytes, got more", status=413)
         return body
 
     def _check(self, body, tell):
-        """Tell the dialect's request, or what is wrong with it, which is its client's mistake."""
+        """Tell the dialect's request, or what is wrong with it."""
         try:
-            body = json.loads(body)
-            if not isinstance(body, dict):
-                raise ValueError(f"expected an object, got {shorten(body, 100)}")
-            tell(self.dialect(body, self.served))
-        except Refused as error:
-            tell(error)
+            tell(self.dialect(BODY.validate_json(body), self.served))
+        except ValidationError as error:
+            tell(Refused(f"body: {error.errors()[0]['msg']}"))
         except Exception as error:
-            is_wrong = isinstance(error, (ValueError, RecursionError))
-            tell(Refused(f"body: {error}") if is_wrong else error)
+            tell(error)
 
-    async def _answer(self, asked, stream, told, tell):
-        """Send what is written of each text, and return the sum of each."""
-        numbers, texts, left = [], [[] for _ in asked.asks], len(asked.asks)
+    async def _answer(self, asked, write, told, tell):
+        """Write an answer, whole or in parts."""
+        numbers, texts = [], [Delta() for _ in asked.asks]
+        events = [*asked.begin()] if asked.stream else []
         try:
             for index, ask in enumerate(asked.asks):
                 numbers.append(self.engine.begin(ask, partial(tell, index=index)))
-            while left:
-                event, index = await _next(told, KEEPALIVE_S if stream else None)
-                if event is None:
-                    await stream.write(None)
-                    continue
-                part = asked.splitters[index].add(event)
-                texts[index].append(part)
-                left -= event.finish is not None
-                if stream:
-                    await stream.write(*asked.part(index, part))
-            return [_sum(parts) for parts in texts]
+            while any(text.finish is None for text in texts):
+                part, index = await _next(told, KEEPALIVE_S if asked.stream else None)
+                if part:
+                    delta = asked.splitters[index].add(part)
+                    texts[index] += delta
+                    events += asked.part(index, delta) if asked.stream else ()
+                if asked.stream:
+                    await write(*events, more=True)
+                    events = []
+            await write(*(asked.end(texts) if asked.stream else [asked.whole(texts)]))
         finally:
             for number in numbers:
                 self.engine.cancel(number)
-
-
-def _sum(parts):
-    """Add up by halves; one after another, each addition would copy all the text before it."""
-    middle = len(parts) // 2
-    return _sum(parts[:middle]) + _sum(parts[middle:]) if middle else parts[0]
 
 
 async def _next(told, within_s=None):
@@ -189,37 +171,12 @@ async def _next(told, within_s=None):
     with suppress(TimeoutError):
         async with asyncio.timeout(within_s):
             event, index = await told.get()
-    if isinstance(event, BaseException):
+    if isinstance(event, Exception):
         raise event
     return event, index
 
 
-async def _cancel_if_gone(receive, task):
-    """Cancel a task if the client hangs up; its request was read, so that nothing else comes."""
-    await receive()
-    task.cancel()
-
-
-class _Stream:
-    """The answer to a request that asks for a stream."""
-
-    def __init__(self, asked, send):
-        self.asked, self.send, self.begun = asked, send, False
-
-    async def write(self, *events, more=True):
-        """Send some events; before the first, what begins a stream."""
-        if not self.begun:
-            self.begun, events = True, [*self.asked.begin(), *events]
-            head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-            await self.send({"type": "http.response.start", "status": 200, "headers": head})
-        data = "".join(map(_encode, events)).encode()
-        await self.send({"type": "http.response.body", "body": data, "more_body": more})
-
-
 def _encode(event):
-    """An event in a stream; None is one that says nothing."""
-    if event is None:
-        return ": keepalive\n\n"
     if isinstance(event, str):
         return f"data: {event}\n\n"
     kind = f"event: {event['type']}\n" if "type" in event else ""
@@ -229,10 +186,8 @@ def _encode(event):
 def listen(host: str, port: int) -> socket.socket:
     """Listen, so that clients wait until there is a ``Server``; ValueError says why that fails."""
     try:
-        kind = {"type": socket.SOCK_STREAM, "flags": socket.AI_PASSIVE}
-        family, *_, address = socket.getaddrinfo(host, port, **kind)[0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=both)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         words = f"cannot listen at --host {host} --port {port}: {error}. Give another."
         raise ValueError(f"serve: {words}") from error
@@ -242,20 +197,22 @@ class Server(uvicorn.Server):
     """Answers at a socket until Ctrl-C, or until an error ends the engine of one of many ranks."""
 
     def __init__(self, app: Starlette, engine: Any, listening: socket.socket):
-        super().__init__(uvicorn.Config(app, timeout_keep_alive=SILENT_S, **UVICORN))
+        super().__init__(uvicorn.Config(app, **UVICORN))
         self.engine, self.socket, self._silent, self._patience = engine, listening, {}, 0
+        # uvicorn says of bytes that are no HTTP that they are none, before it fails.
+        failed = "protocol.data_received() call failed"
+        logging.getLogger("asyncio").addFilter(lambda record: failed not in record.getMessage())
 
     def answer(self) -> None:
         """Run in the main thread, and stop the engine."""
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
-        before = signal.signal(signal.SIGINT, self.handle_exit)
+        signal.signal(signal.SIGINT, self.handle_exit)  # until the process ends
         try:
             self.run([self.socket])
         finally:
             self.engine.stop()
-            signal.signal(signal.SIGINT, signal.SIG_IGN if self.should_exit else before)
 
     def handle_exit(self, *_):
         """End. More Ctrl-C are ignored for some seconds: MLX aborts where its threads still run."""
@@ -264,20 +221,13 @@ class Server(uvicorn.Server):
         self._patience = self._patience or time.monotonic() + 2 * GRACE_S
         self.should_exit = True
 
-    async def startup(self, sockets=None):
-        """Log what fails outside of requests (bytes that are no HTTP, too many files) in a line."""
-
-        def log(_, told):
-            logging.error("%s: %s", told["message"], describe(told.get("exception")))
-
-        asyncio.get_running_loop().set_exception_handler(log)
-        await super().startup(sockets)
-
     async def on_tick(self, counter):
         """Drop silent clients, for which uvicorn would wait for ever."""
         self.engine.check()
+        if self.should_exit:  # what was begun ends with an error, or is cancelled after GRACE_S
+            threading.Thread(target=self.engine.stop, daemon=True).start()
         now, silent = time.monotonic(), {}
-        for client in list(self.server_state.connections):
+        for client in self.server_state.connections:
             cycle, flow = client.cycle, client.flow
             sends = cycle is None or cycle.response_complete or cycle.more_body
             if flow.write_paused or (sends and not flow.read_paused):
@@ -288,8 +238,3 @@ class Server(uvicorn.Server):
                     client.transport.abort()
         self._silent = silent
         return await super().on_tick(counter)
-
-    async def shutdown(self, sockets=None):
-        """Let the engine end what was begun; the rest is cancelled after ``GRACE_S``."""
-        threading.Thread(target=self.engine.stop, daemon=True).start()
-        await super().shutdown(sockets)
