@@ -40,6 +40,8 @@ SCORED = 128  # tokens whose log probabilities are computed at once
 class Stopped(RuntimeError):
     """The server ends."""
 
+    status = 503
+
 
 class _Text:
     """A text: ``cache`` holds the first ``read`` of ``tokens``, while it is not in the batch."""
@@ -263,8 +265,10 @@ class Engine:
         return self.model.is_batchable and len(self._texts) > 1
 
     def _reads(self, text):
-        """Whether some of a prompt is read here, since it is long or not for the batch."""
-        return text.rest > (PART if self._is_batched() and not text.scores else 0)
+        """Whether some of a prompt is read here: it is long, or else nothing reads it as is asked."""
+        drafted = self.model.draft is not None and not text.cuts
+        is_short = text.rest <= PART and not text.scores and (drafted or self._is_batched())
+        return text.rest > 0 and not is_short
 
     def _read(self, text):
         """Read the next part of a prompt; the other prompts are read before the one after it."""

@@ -69,10 +69,10 @@ def _json(value, status=200):
 def _error(dialect, error):
     """What a client is told of an error, and the status."""
     if isinstance(error, asyncio.CancelledError):
-        error = RuntimeError("the server was stopped")
+        error = Refused("the server was stopped", status=503)
     status = 503 if isinstance(error, MemoryError) else getattr(error, "status", 500)
     words = describe(error) if status == 500 else str(error)[:1000]
-    logging.error(words)
+    logging.log(logging.ERROR if status >= 500 else logging.INFO, words)
     return dialect.error(words, getattr(error, "param", None), status), status
 
 
