@@ -140,6 +140,7 @@ def test_answers(fake, monkeypatch):
     ],
 )
 def test_a_wrong_request(fake, caplog, method, path, body, status, words):
+    caplog.set_level("INFO")
     answer = fake.request(method, path, content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, "z" if words == "z: " else None)

@@ -265,7 +265,7 @@ class Engine:
         return self.model.is_batchable and len(self._texts) > 1
 
     def _reads(self, text):
-        """Whether some of a prompt is read here: it is long, or else nothing reads it as is asked."""
+        """Whether a prompt is read here, since it is long, or since nothing else reads it so."""
         drafted = self.model.draft is not None and not text.cuts
         is_short = text.rest <= PART and not text.scores and (drafted or self._is_batched())
         return text.rest > 0 and not is_short
