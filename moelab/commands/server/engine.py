@@ -185,9 +185,11 @@ class Engine:
         while self._waiting and self._fits(self._waiting[0]):
             self._try(self._open, self._waiting.popleft())
         if turn["reads"] and self._reading:
-            self._try(self._read, self._reading[0])
-            self._owed_s = 2 * (time.perf_counter() - begin)
-        elif self._alone and self._is_batched():
+            short = (text for text in self._reading if text.rest <= PART)
+            self._try(self._read, next(short, self._reading[0]))
+            read_s = time.perf_counter() - begin
+            self._owed_s = max(self._owed_s, read_s) + read_s
+        elif self._alone and self._is_batched(self._alone[0]):
             self._try(self._prepare, self._alone.popleft())
         elif self._in_batch:
             self._try(self._write_batch)
@@ -216,7 +218,7 @@ class Engine:
             "new": [(number, ask) for number, ask in told if ask],
             "gone": [number for number, ask in told if not ask],
             "stop": (0, None) in told,
-            "reads": free and (idle or self._owed_s <= 0),
+            "reads": free and (idle or self._owed_s <= 0) and not any(ask for _, ask in told),
         }
         if self._ranks:
             self._ranks.gather(turn | {"new": [(n, asdict(ask)) for n, ask in turn["new"]]})
@@ -260,21 +262,22 @@ class Engine:
         else:
             self._prepare(text)
 
-    def _is_batched(self):
-        """Whether a text that is written now is put into the batch."""
-        return self.model.is_batchable and len(self._texts) > 1
+    def _is_batched(self, text):
+        """Whether a text is put into the batch, since others are written or will soon be."""
+        others = len(self._texts) - len(self._reading) - (text not in self._reading)
+        return self.model.is_batchable and others > 0
 
     def _reads(self, text):
         """Whether a prompt is read here, since it is long, or since nothing else reads it so."""
         drafted = self.model.draft is not None and not text.cuts
-        is_short = text.rest <= PART and not text.scores and (drafted or self._is_batched())
+        is_short = text.rest <= PART and not text.scores and (drafted or self._is_batched(text))
         return text.rest > 0 and not is_short
 
     def _read(self, text):
         """Read the next part of a prompt; the other prompts are read before the one after it."""
-        self._reading.rotate(-1)
-        if not self._reads(text):
-            self._reading.remove(text)
+        reads = self._reads(text)
+        self._reading.remove(text)
+        if not reads:
             return self._prepare(text)
         most = SCORED if text.scores else PART if len(self._texts) > 1 else text.rest
         ends = [end for end in text.cuts if end > text.read] + [text.prompt_size - 1]
@@ -283,9 +286,7 @@ class Engine:
         text.read = end
         if kind := text.cuts.get(end):
             self.prompts.keep(text.tokens[:end], text.cache, kind)
-        if not text.rest:
-            self._reading.remove(text)
-            self._prepare(text)
+        self._reading.append(text) if text.rest else self._prepare(text)
 
     def _compute(self, text, part):
         """Read tokens [T] into a text's cache and, if asked, score those that follow them."""
@@ -309,7 +310,7 @@ class Engine:
         if not ask.max_tokens:
             text.say("length")
             return self._end(text)
-        if not self._is_batched():
+        if not self._is_batched(text):
             return self._alone.append(text)
         if self._batch is None:
             self._batch = BatchGenerator(
