@@ -95,8 +95,6 @@ class _Endpoint:
         async def write(*events, status=200, more=False):
             """Send a whole answer or, if there is more, begin a stream; a comment if it is idle."""
             nonlocal begun
-            if more and watch.done():  # what was told before would take long to write
-                raise ClientDisconnect()
             if not (begun or more):
                 return await _json(*events, status)(scope, receive, send)
             if not begun:
