@@ -33,7 +33,8 @@ from .text import Stops
 
 GRACE_S = 2  # the thread has so long to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
-PART = 512  # tokens of a prompt that are read while other texts wait
+PART = 512  # tokens of a prompt that are read at once while there are other texts,
+LATELY_S = 10  # or were so lately
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 
@@ -112,6 +113,7 @@ class Engine:
         self._batch, self._in_batch = None, {}  # by the batch's numbers
         self._alone, self._steps = deque(), None  # texts that are not batched; the first's tokens
         self._owed_s = 0.0  # seconds for which texts are written before a prompt's next part
+        self._busy_s = 0.0  # when there last were several texts
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -186,6 +188,7 @@ class Engine:
             self._try(self._open, self._waiting.popleft())
         if turn["reads"] and self._reading:
             short = (text for text in self._reading if text.rest <= PART)
+            self._most = turn["most"]
             self._try(self._read, next(short, self._reading[0]))
             read_s = time.perf_counter() - begin
             self._owed_s = max(self._owed_s, read_s) + read_s
@@ -214,11 +217,13 @@ class Engine:
         # A draft keeps the state of the text that is written with it.
         free = self._steps is None or self.model.draft is None
         idle = not self._in_batch and not self._alone
+        self._busy_s = time.monotonic() if len(self._texts) > 1 else self._busy_s
         turn = {
             "new": [(number, ask) for number, ask in told if ask],
             "gone": [number for number, ask in told if not ask],
             "stop": (0, None) in told,
             "reads": free and (idle or self._owed_s <= 0) and not any(ask for _, ask in told),
+            "most": PART if time.monotonic() - self._busy_s < LATELY_S else 10**9,
         }
         if self._ranks:
             self._ranks.gather(turn | {"new": [(n, asdict(ask)) for n, ask in turn["new"]]})
@@ -279,7 +284,7 @@ class Engine:
         self._reading.remove(text)
         if not reads:
             return self._prepare(text)
-        most = SCORED if text.scores else PART if len(self._texts) > 1 else text.rest
+        most = SCORED if text.scores else self._most
         ends = [end for end in text.cuts if end > text.read] + [text.prompt_size - 1]
         end = min(*ends, text.read + min(self.model.args.prefill_step_size, most))
         self._compute(text, mx.array(text.tokens[text.read : end], mx.uint32))
