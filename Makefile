@@ -4,7 +4,7 @@
 #   make notebooks   runs them anew and keeps their figures as pictures; NB=03_page_cache runs one
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
 #   make numbers   writes the README's numbers anew from the records in data/results
-#   make test   tests every module, every mode and every notebook, in eight minutes
+#   make test   tests every module, every mode and every notebook, in ten minutes
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 

@@ -187,11 +187,12 @@ class Engine:
         while self._waiting and self._fits(self._waiting[0]):
             self._try(self._open, self._waiting.popleft())
         if turn["reads"] and self._reading:
-            short = (text for text in self._reading if text.rest <= PART)
-            self._most = turn["most"]
-            self._try(self._read, next(short, self._reading[0]))
+            # A short prompt comes first, unless a part of a long one is due.
+            text = min(self._reading, key=lambda text: (text.rest <= PART) == turn["due"])
+            is_long, self._most = text.rest > PART, turn["most"]
+            self._try(self._read, text)
             read_s = time.perf_counter() - begin
-            self._owed_s = max(self._owed_s, read_s) + read_s
+            self._owed_s = max(self._owed_s, read_s) + read_s if is_long else self._owed_s
         elif self._alone and self._is_batched(self._alone[0]):
             self._try(self._prepare, self._alone.popleft())
         elif self._in_batch:
@@ -218,15 +219,18 @@ class Engine:
         free = self._steps is None or self.model.draft is None
         idle = not self._in_batch and not self._alone
         self._busy_s = time.monotonic() if len(self._texts) > 1 else self._busy_s
+        due = self._owed_s <= 0
+        new = [(number, ask) for number, ask in told if ask]
         turn = {
-            "new": [(number, ask) for number, ask in told if ask],
+            "new": new,
             "gone": [number for number, ask in told if not ask],
             "stop": (0, None) in told,
-            "reads": free and (idle or self._owed_s <= 0) and not any(ask for _, ask in told),
+            "reads": free and (due or (idle and not new)),
+            "due": due,
             "most": PART if time.monotonic() - self._busy_s < LATELY_S else 10**9,
         }
         if self._ranks:
-            self._ranks.gather(turn | {"new": [(n, asdict(ask)) for n, ask in turn["new"]]})
+            self._ranks.gather(turn | {"new": [(number, asdict(ask)) for number, ask in new]})
         return turn
 
     def _try(self, work, *texts):
