@@ -92,7 +92,7 @@ class Model:
         return replace(config, reserved_nbytes=more * alone.caches_nbytes)
 
     def fits(self, sizes: list[int]) -> bool:
-        """Whether there is memory for the caches of texts with so many tokens."""
+        """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
         return sum(max(0.5, n / self._context) for n in sizes) <= self.room  # a short one's: half
 
     def make_cache(self, drafted: bool = True) -> list:

@@ -5,7 +5,7 @@ SAME = {"model": "default_model", "temperature": 0.5, "top_p": 0.9, "stream": Tr
 
 
 def chat(arguments):
-    """The messages, in which a tool is called with these arguments."""
+    """The conversation's messages; both tool calls have these arguments."""
     function = {"name": "f", "arguments": arguments}
     calls = [{"id": i, "type": "function", "function": function} for i in ("c1", "c2")]
     return [

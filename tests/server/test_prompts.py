@@ -78,19 +78,23 @@ def test_a_view_of_a_batch_keeps_no_more_than_itself(model):
     assert before - mx.get_active_memory() >= 7 * nbytes
 
 
+def shared(prompts, tokens):
+    return prompts.shared(tokens, prompts.fetch(tokens)[1])
+
+
 def test_where_prompts_part(model):
     prompts = Prompts()
     other = TEXT[:30] + [t + 1 for t in TEXT[30:]]
-    assert prompts.shared(TEXT) == 0
-    assert prompts.shared(other) == 30  # with one that was read, and none is kept yet
+    assert shared(prompts, TEXT) == 0
+    assert shared(prompts, other) == 30  # with one that was read, and none is kept yet
     prompts.keep(TEXT[:30], read(model, TEXT[:30])[0], "system")
-    assert prompts.shared(other[:-1]) == 58  # but for the last token of ``other[:-1]``
-    assert prompts.shared(TEXT[:30] + [t + 2 for t in TEXT]) == 0  # where a kept one ends
-    assert prompts.shared(TEXT[:10] + [t + 3 for t in TEXT]) == 0  # too few to be kept
+    assert shared(prompts, other[:-1]) == 58  # but for the last token of ``other[:-1]``
+    assert shared(prompts, TEXT[:30] + [t + 2 for t in TEXT]) == 0  # where a kept one ends
+    assert shared(prompts, TEXT[:10] + [t + 3 for t in TEXT]) == 0  # too few to be kept
     text = TEXT[::-1]
     prompts.keep(text, read(model, text)[0])
     # A kept cache that can be trimmed serves every prompt that begins so.
-    assert prompts.shared(text[:50] + TEXT) == (50 if is_hybrid(model) else 0)
+    assert shared(prompts, text[:50] + TEXT) == (50 if is_hybrid(model) else 0)
 
 
 def test_what_is_forgotten(model, monkeypatch):
@@ -113,7 +117,7 @@ def test_what_is_forgotten(model, monkeypatch):
     prompts.trim(3 * nbytes)  # which texts in work take
     assert left(prompts) == [3]
 
-    # Memory in which, beside 10 bytes left free, two of them fit.
+    # There is memory for two of them and the 10 bytes that stay free.
     prompts = Prompts(free_nbytes=10)
     room = 10 + 2 * nbytes
     monkeypatch.setattr(module, "memory_now", lambda: (0, room - prompts._lru.nbytes))

@@ -47,7 +47,7 @@ def user(content):
 
 @pytest.fixture
 def wrapped():
-    """Make a tokenizer that thinks and calls tools, with a template."""
+    """Make a tokenizer of a model that thinks and calls tools, with this chat template."""
 
     def make(template, calls=True, **format):
         hf = AutoTokenizer.from_pretrained(DATA / "models/tiny-moe")

@@ -66,7 +66,7 @@ class _Text:
         return self.prompt_size - 1 - self.read
 
     def write(self, token: int, logprobs: mx.array) -> bool:
-        """Add a token that was chosen, and tell what can be told; whether the text ends."""
+        """Add a chosen token and tell the client what is new. Returns whether the text ends."""
         self.tokens.append(token)
         if self.ask.logprobs is not None:
             (told,) = _tokens([token], logprobs[None], self.ask.logprobs)
@@ -79,7 +79,7 @@ class _Text:
         return self.say(finish)
 
     def say(self, finish: str | None) -> bool:
-        """Tell what was written since the last time; whether the text ends, also by a stop."""
+        """Tell the client what is new. Returns whether the text ends, as at a stop string."""
         if finish:
             self._detokenizer.finalize()
         piece = self._detokenizer.last_segment
@@ -175,7 +175,7 @@ class Engine:
         self.model.close()
 
     def _turn(self):
-        """Take what clients want, compute a part or a token; False if the server is stopped."""
+        """Take new requests, compute a part or a token. Returns False if the server is stopped."""
         turn, begin = self._next(), time.perf_counter()
         for number, ask in turn["new"]:
             tell = self._tells.get(number, lambda _: None)  # other ranks tell nobody
@@ -262,7 +262,7 @@ class Engine:
             text.cache, text.cached = self.prompts.fetch(tokens)
         if model.has_states and not text.scores:
             ends = ends or {len(tokens) - 1: "assistant"}
-            ends.setdefault(self.prompts.shared(tokens), "system")
+            ends.setdefault(self.prompts.shared(tokens, text.cached), "system")
         text.cache = text.cache or model.make_cache(drafted=not text.scores)
         text.read = text.cached
         text.cuts = {end: kind for end, kind in sorted(ends.items()) if end > text.read}
@@ -277,7 +277,7 @@ class Engine:
         return self.model.is_batchable and others > 0
 
     def _reads(self, text):
-        """Whether a prompt is read here, since it is long, or since nothing else reads it so."""
+        """Whether ``_read`` reads a prompt. The batch or the draft reads a short one."""
         drafted = self.model.draft is not None and not text.cuts
         is_short = text.rest <= PART and not text.scores and (drafted or self._is_batched(text))
         return text.rest > 0 and not is_short
@@ -417,7 +417,7 @@ class Engine:
             self.prompts.keep(tokens[:], cache, "assistant")
 
     def _drop_batch(self):
-        """End the batch, whose caches may be damaged by an error."""
+        """End the batch: after an error its caches may be damaged."""
         for text in self._in_batch.values():
             text.uid = None
         self._in_batch.clear()

@@ -133,7 +133,7 @@ class _Endpoint:
         return body
 
     def _check(self, body, tell):
-        """Tell the dialect's request, or what is wrong with it."""
+        """Check a body, and put the request or the error on the queue."""
         try:
             tell(self.dialect(BODY.validate_json(body), self.served))
         except ValidationError as error:
@@ -164,7 +164,7 @@ class _Endpoint:
 
 
 async def _next(told, within_s=None):
-    """Wait for what a thread tells, and raise it if it is an error; None if nothing comes."""
+    """Return the next event of the queue, or None if none comes in time; raise an error."""
     event, index = None, None
     with suppress(TimeoutError):
         async with asyncio.timeout(within_s):

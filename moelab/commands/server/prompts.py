@@ -69,15 +69,15 @@ class Prompts:
             kept.tokens, kept.kind = np.array(tokens), kind
             self._lru.insert_cache(MODEL, tokens, kept, cache_type=kind)
 
-    def shared(self, tokens: list[int]) -> int:
-        """How many tokens a prompt shares with an earlier one; 0 if ``fetch`` covers all but a few.
+    def shared(self, tokens: list[int], cached: int) -> int:
+        """How many tokens a prompt shares with an earlier one; 0 if few more than are ``cached``.
 
         A state kept there serves the next prompt that begins so. Notes the prompt as read.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((_same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= self.fetch(tokens)[1] + MIN_SHARED else 0
+        return shared if shared >= cached + MIN_SHARED else 0
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until what is kept leaves ``nbytes`` of its limit to texts in work."""

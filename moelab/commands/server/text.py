@@ -75,7 +75,7 @@ class Splitter:
         self._tokenizer, self._tools, self._called = tokenizer, tools, False
         self._machine = make_text_state_machine(tokenizer)
         self._state, self._outside = self._machine.make_state(state), "normal"
-        self._read = defaultdict(str)  # in each state; a header's text is for nobody
+        self._read = defaultdict(str)  # text by state; that of a message's header is not sent
 
     def add(self, part: Part) -> Delta:
         """Return what the part adds to the answer; after the last one nothing is held."""
