@@ -80,7 +80,13 @@ def flags_seen(monkeypatch):
 
 
 def drop(file):
-    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    """Drop a file from the page cache. Linux keeps pages that are in use: these are free soon."""
+    for _ in range(100):
+        os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        if not oscache.cached_nbytes(file.path):
+            return
+        time.sleep(0.01)
+    pytest.skip("this file system keeps pages")
 
 
 def spread(n=40):
@@ -224,8 +230,8 @@ def test_reading_ahead_brings_pages(tmp_path, of_8):
         os.fsync(f.fileno())
     opened = of_8.open(path)
     drop(opened)
-    if oscache.cached_nbytes(path):
-        pytest.skip("this file system keeps pages, or cannot say what is cached")
+    if oscache.cached_nbytes(path) is None:
+        pytest.skip("this system cannot say what is cached")
     of_8.read_ahead(Ranges.of(ask(opened, [(nbytes, [nbytes]), (3 * nbytes, [4096])])))
     end = time.monotonic() + 20
     while oscache.cached_nbytes(path) < nbytes + 4096 and time.monotonic() < end:
@@ -287,9 +293,9 @@ def test_the_same_bytes_past_the_page_cache(past_the_page_cache, file, places):
 @needs_direct
 def test_reads_past_the_page_cache_leave_nothing_in_it(past_the_page_cache, file):
     opened = past_the_page_cache.open(file)
-    os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    drop(opened)
     past_the_page_cache.read(Ranges.of(ask(opened, spread())))
-    assert not opened.is_cached(spread()[3][0])
+    assert not oscache.cached_nbytes(file)
 
 
 @needs_direct

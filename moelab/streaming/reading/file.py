@@ -69,7 +69,10 @@ class File:
         return fd
 
     def is_cached(self, offset: int) -> bool:
-        """Whether the page cache holds a byte; False where the system cannot say."""
+        """Whether the page cache holds a byte; False where the system cannot say.
+
+        Linux begins to read the byte's page if it is not there.
+        """
         with suppress(OSError):  # the byte is not there, or the file system cannot say
             return bool(native.NOWAIT) and os.preadv(self.fd, [_byte], offset, native.NOWAIT) == 1
         return False
