@@ -14,7 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-from .checkpoint import GATE_UP, Checkpoint, CheckpointError, ExpertTensor
+from .checkpoint import GATE_UP, Checkpoint, CheckpointError, ExpertTensor, Tensor
 
 PROJECTIONS = (*GATE_UP, "down_proj")
 
@@ -62,13 +62,7 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
     }
     if checkpoint.packed:
         return {path: t for path, t in checkpoint.packed.items() if path in wanted}
-    placeholders = {
-        name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
-        for name, t in checkpoint.tensors.items()
-    }
-    sanitize = getattr(model, "sanitize", lambda weights: weights)
-    sanitized = sanitize(dict(placeholders))
-    names = {id(v): name for name, v in placeholders.items()}
+    placeholders, sanitize, sanitized, names = _sanitized(model, checkpoint)
 
     found, rest = {}, {}
     for path, p in wanted.items():
@@ -84,6 +78,26 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
         changed = [n for n, v in placeholders.items() if id(v) not in untouched]
         found |= _follow_rows(checkpoint, sanitize, placeholders, changed, rest)
     return found
+
+
+def _sanitized(model, checkpoint):
+    """Placeholders of a checkpoint's tensors, what a model's ``sanitize`` makes of them, names."""
+    placeholders = {
+        name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
+        for name, t in checkpoint.tensors.items()
+    }
+    sanitize = getattr(model, "sanitize", lambda weights: weights)
+    names = {id(v): name for name, v in placeholders.items()}
+    return placeholders, sanitize, sanitize(dict(placeholders)), names
+
+
+def unchanged(
+    model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
+) -> dict[str, Tensor]:
+    """Find the tensors that are these parameters of a model as they are, by path in the model."""
+    _, _, sanitized, names = _sanitized(model, checkpoint)
+    found = {p: checkpoint.tensors.get(names.get(id(sanitized.get(p)))) for p in wanted}
+    return {path: t for path, t in found.items() if t is not None and t.shape == wanted[path].shape}
 
 
 def _expert_tensor(path, places, nbytes, p):

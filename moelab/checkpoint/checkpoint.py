@@ -13,6 +13,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from ..hooks import with_globals
 from ..open_files import allow_open
+from . import vlm
 from .files import CheckpointError, read_json, readable, regular_file, shorten
 from .headers import merge_headers, read_header, read_packed
 
@@ -143,12 +144,12 @@ def check_fork() -> None:
         _computes = os.getpid()
 
 
-def _model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
+def _model_classes(checkpoint: Checkpoint, library: str, config: dict) -> tuple[type, type]:
     """The classes of the model and its arguments, for mlx-lm, with placeholders for packed experts.
 
     ``sanitize`` refuses scales that do not fit: mlx-lm could divide by 0, which ends the process.
     """
-    cls, args = mlx_lm_utils._get_classes(config)
+    cls, args = vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
     for name, field in getattr(args, "__dataclass_fields__", {}).items():
         # check_config refuses a 0. Some families have truth values under such names.
         if "group" in name and config.get(name) is False and "int" in str(field.type):
@@ -179,10 +180,12 @@ def _model_classes(checkpoint: Checkpoint, config: dict) -> tuple[type, type]:
 
 
 def mlx_lm_model(
-    checkpoint: Checkpoint, model_config: dict | None = None, **kwargs
+    checkpoint: Checkpoint, model_config: dict | None = None, library: str = "auto", **kwargs
 ) -> tuple[nn.Module, dict]:
     """Build mlx-lm's model and its configuration. The weights are lazy: none is read."""
     check_fork()
+    if library == "auto":
+        library = vlm.library_of(checkpoint.config)
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
     cannot = f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors:"
@@ -191,7 +194,7 @@ def mlx_lm_model(
             checkpoint.path,
             lazy=True,
             model_config=model_config,
-            get_model_classes=partial(_model_classes, checkpoint),
+            get_model_classes=partial(_model_classes, checkpoint, library),
             **kwargs,
         )
 

@@ -4,20 +4,19 @@ Without Metal mlx-lm loops over the tokens, with passes over the whole state for
 the state stays in registers. A token's result does not depend on how a text is divided into passes.
 """
 
-from functools import wraps
+from functools import partial, wraps
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models import gated_delta as of_mlx_lm
 
 from ..hooks import call_instead, with_globals
 from . import code, team
 from .code import F32, I64, Code, address, empty, to_mlx
 
 
-def gated_delta(q, k, v, g, beta, state=None, mask=None) -> tuple[mx.array, mx.array]:
-    """Compute what mlx-lm's ``gated_delta_ops`` does, and call that if the kernel does not fit.
+def gated_delta(ops, q, k, v, g, beta, state=None, mask=None, steps=None) -> tuple[mx.array, ...]:
+    """Compute what ``ops``, mlx-lm's ``gated_delta_ops``, does; call it if the kernel does not fit.
 
     Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
     ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens
@@ -34,8 +33,10 @@ def gated_delta(q, k, v, g, beta, state=None, mask=None) -> tuple[mx.array, mx.a
         and state.shape == (B, Hv, Dv, Dk)
     )
     fits = Dk % 8 == 0 and Hv % k.shape[2] == 0 and mx.default_device() == mx.cpu
+    if steps is not None:  # mlx-vlm's, which also gives the states of so many tokens
+        return ops(q, k, v, g, beta, state, mask, steps)
     if not fits or not agree or any(a.dtype != mx.float32 for a in arrays):
-        return of_mlx_lm.gated_delta_ops(q, k, v, g, beta, state, mask)
+        return ops(q, k, v, g, beta, state, mask)
     if mask is not None:  # of a batch: without decay and new value the state stays as it is
         decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
@@ -65,7 +66,9 @@ def use(module: nn.Module) -> None:
 
 
 def _fast_update(update):
-    fast = with_globals(update, {"gated_delta_ops": gated_delta})
+    ops = partial(gated_delta, update.__globals__["gated_delta_ops"])
+    fast = with_globals(update, {"gated_delta_ops": ops})
+    fast.__globals__[update.__name__] = fast  # mlx-vlm's calls itself, through its cache
 
     @wraps(update)  # for those who look at its arguments
     def call(*args, use_kernel=True, **kwargs):  # False while the model is trained

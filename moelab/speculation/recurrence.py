@@ -250,8 +250,10 @@ def recording(recorders: list[Recorder], keep_states: bool):
 
 
 def recorders(model: nn.Module) -> list[Recorder]:
-    """A recorder for each recurrent layer: an innermost module that takes a cache."""
+    """A recorder for each recurrent layer of mlx-lm's: an innermost module that takes a cache."""
     found = {path: m for path, m in model.named_modules() if path and _is_recurrent(m)}
+    if any(unhooked(m).__module__.startswith("mlx_vlm.") for m in found.values()):
+        return []  # its recurrences change the cache themselves
     inner = [p for p in found if not any(q.startswith(f"{p}.") for q in found)]
     return [Recorder(found[path]) for path in inner]
 

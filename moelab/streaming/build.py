@@ -18,6 +18,7 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model
 from ..experts import expert_modules, expert_parameters, num_experts
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks, balanced
+from .rows import keep_on_disk
 from .trace import Trace, TraceError
 
 # The families' names for K in their configurations.
@@ -42,7 +43,9 @@ def build_model(
 
     def build(changes):
         try:
-            return mlx_lm_model(checkpoint, changes, trust_remote_code=trust_remote_code)
+            return mlx_lm_model(
+                checkpoint, changes, config.library, trust_remote_code=trust_remote_code
+            )
         finally:
             # The random weights that mlx-lm begins with are never evaluated, and the state of
             # mx.random keeps 120 kB of their graph for each load until it is.
@@ -60,6 +63,8 @@ def build_model(
             changed = {"text_config": {**holder, **changed}}
         built = build({**(model_config or {}), **changed})
     model, model_config = built or build(model_config)
+    if config.mode != "resident":
+        keep_on_disk(model, checkpoint)
     modules = expert_modules(model)
     # On a CPU half precision is 16 times slower.
     auto = mx.float32 if mx.default_device() == mx.cpu else None

@@ -186,6 +186,13 @@ class StreamConfig:
         "those. auto: fast where it can be used and activations are float32.",
         choices=("auto", "mlx", "fast"),
     )
+    library: str = _option(
+        "auto",
+        "whose model classes: mlx-lm's, or mlx-vlm's (default: {default})",
+        "mlx-vlm (moelab[vlm]) has families that mlx-lm does not; only their text model is built. "
+        "auto: mlx-lm's where it has the model type.",
+        choices=("auto", "mlx-lm", "mlx-vlm"),
+    )
     lazy_logits: bool = _option(
         False,
         "logits of a call of more than 64 tokens wait until somebody uses them",

@@ -33,9 +33,8 @@ from .plan import plan_of
 from .prefetch import PREFETCHERS
 from .ranks import Ranks
 from .residency import host
+from .rows import EMBEDDINGS, DiskEmbedding
 from .session import Session, recurrent_states, session_of, stats
-
-EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 
 class LoadedModel:
@@ -273,6 +272,9 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
                 give_room(module)
         else:
             _stream(model, experts, session)
+        for module in model.modules():
+            if isinstance(module, DiskEmbedding):
+                module.open(session.reader, facts.dtype)
         _evaluate(model)
         checkpoint.check_unchanged()
     except BaseException:

@@ -1,0 +1,198 @@
+"""mlx-vlm's families, as text models that mlx-lm's loader, caches and generation take.
+
+The model is mlx-vlm's own, without its vision and audio. Its experts become mlx-lm's modules, which
+compute the same, and so do its caches where mlx-lm has the kind: streaming, rollback and prompt
+cache files know one library. A new family needs no line here if its experts have a known shape.
+"""
+
+import inspect
+from functools import cache
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models import cache as caches
+from mlx_lm.models import switch_layers
+
+from .files import CheckpointError, describe
+
+TRIED = "0.7.10"  # the version of mlx-vlm that the tests run with
+INSTALL = f"pip install --no-deps mlx-vlm=={TRIED}"  # its dependencies are for images and audio
+PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # whose configurations are objects
+ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
+# The shapes of experts: the names of the matrices ``[E, out, in]`` of a module. Two in one are gate
+# and up, in this order.
+SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
+
+
+class TextModel:
+    """Mixed into the class of an mlx-vlm model. ``library`` is what ``_library`` gives."""
+
+    def __init__(self, args: SimpleNamespace):
+        super().__init__(args.config)
+        for name, child in [*self.items()]:
+            held = child.modules() if isinstance(child, nn.Module) else ()
+            if isinstance(child, ARRAYS) and not any(m is self.language_model for m in held):
+                del self[name]
+                object.__setattr__(self, name, child)  # ``sanitize`` may ask it, nothing reads it
+        found = [(path, _experts(m)) for path, m in self.named_modules()]
+        self.update_modules(tree_unflatten([(path, m) for path, m in found if m is not None]))
+
+    def __call__(self, inputs: mx.array, cache: list | None = None, **kwargs: Any) -> mx.array:
+        """Compute the logits ``[B, T, V]`` of token ids ``[B, T]``."""
+        model = self.language_model
+        if hasattr(model, "_rope_deltas"):  # what the last text, or an image in it, left
+            model._position_ids, model._rope_deltas = None, mx.zeros((len(inputs), 1), mx.int32)
+        for c in _leaves(cache or ()):
+            if type(c) is caches.ArraysCache:  # as mlx-lm makes it of a file
+                c.__class__ = _states()
+        return model(inputs, cache=cache, **kwargs).logits
+
+    def make_cache(self) -> list:
+        """Make new caches, of mlx-lm's classes where it has the kind."""
+        if hasattr(self.language_model, "make_cache"):
+            return [_ours(c) for c in self.language_model.make_cache()]
+        return [caches.KVCache() for _ in self.layers]
+
+    @property
+    def layers(self):
+        return self.language_model.layers
+
+    @property
+    def cast_predicate(self):
+        try:
+            return self.language_model.cast_predicate
+        except (AttributeError, TypeError):  # glm_moe_dsa's calls a property
+            return lambda path: True
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Rename a checkpoint's tensors, and leave out those that are not of the text model."""
+        inherited = getattr(super(), "sanitize", dict)
+        weights = inherited(weights)
+        if hasattr(self.library, "LanguageModel") and hasattr(self.config, "text_config"):
+            weights = getattr(self.language_model, "sanitize", dict)(weights)
+        named, kept = dict(self.named_modules()), {}
+        for name, value in weights.items():
+            parent, _, rest = name.partition(".gate_up_proj.")
+            if rest and isinstance(named.get(parent), Experts):
+                names = [f"{parent}.{half}.{rest}" for half in ("gate_proj", "up_proj")]
+                kept |= zip(names, mx.split(value, 2, axis=1))
+            elif name.partition(".")[0] in self:
+                kept[name] = value
+        return kept
+
+
+class Experts(switch_layers.SwitchGLU):
+    """mlx-lm's experts, called as mlx-vlm's blocks call theirs."""
+
+    def __call__(self, x, indices, weights=None, shared=None, residual=None):
+        y = super().__call__(x, indices)
+        theirs = import_module("mlx_vlm.models.switch_layers").SwitchGLU
+        return theirs._combine(y, weights, shared, residual)
+
+
+def _experts(module):
+    """Make mlx-lm's experts of a module that has their shape; None if it has no experts."""
+    matrices = {n: m for n, m in module.children().items() if hasattr(m, "num_experts")}
+    matrices = {n: m for n, m in matrices.items() if "weight" in m and m.weight.ndim == 3}
+    if not matrices:
+        return None
+    names, others = " ".join(sorted(matrices)), module.keys() - matrices - {"activation"}
+    given = [*inspect.signature(type(module).__call__).parameters.values()][1:]
+    needed = [p.name for p in given if p.default is p.empty]
+    if names not in SHAPES or others or len(needed) != 2:
+        raise CheckpointError(
+            f"{type(module).__name__} of {type(module).__module__}: expected experts of the shape "
+            f"{' or '.join(sorted(SHAPES))} and activation, called with x and indices, got "
+            f"{', '.join(sorted(module.keys()))}, called with {', '.join(needed)}. moelab cannot "
+            "stream this family."
+        )
+    last = matrices.get("down_proj", matrices.get("fc2"))
+    num_experts, outputs, inputs = last.weight.shape
+    kind = switch_layers.SwitchMLP if "fc1" in matrices else Experts
+    return kind(outputs, inputs, num_experts, module.activation, "bias" in last)
+
+
+@cache
+def _states():
+    """mlx-lm's class of recurrent states, with the methods that mlx-vlm's blocks call."""
+    theirs = import_module("mlx_vlm.models.cache").ArraysCache
+    methods = {name: getattr(theirs, name) for name in ("update_window", "update_recurrent")}
+    return type("ArraysCache", (caches.ArraysCache,), {"history_capacity": 0} | methods)
+
+
+def _ours(cache):
+    """Make mlx-lm's cache of an empty one of mlx-vlm's, if it has the kind."""
+    kind = type(cache).__name__ if type(cache).__module__ == "mlx_vlm.models.cache" else ""
+    match kind:
+        case "KVCache":
+            return caches.KVCache()
+        case "RotatingKVCache":
+            return caches.RotatingKVCache(cache.max_size, cache.keep)
+        case "ChunkedKVCache":
+            return caches.ChunkedKVCache(cache.chunk_size)
+        case "ArraysCache":
+            return _states()(len(cache.cache))
+        case "CacheList":
+            return caches.CacheList(*map(_ours, cache.caches))
+    return cache
+
+
+def _leaves(given):
+    for c in given:
+        yield from _leaves(c.caches) if isinstance(c, caches.CacheList) else [c]
+
+
+def classes(config: dict[str, Any]) -> tuple[type, Any]:
+    """The classes of a text model and of its arguments, for mlx-lm's ``load_model``."""
+    kind = config.get("model_type")
+    if find_spec("mlx_vlm") is None:
+        raise CheckpointError(
+            f"{kind}: expected mlx-vlm, whose model it is, found it not installed. {INSTALL}"
+        )
+    have = metadata.version("mlx-vlm")
+    try:
+        utils = import_module("mlx_vlm.utils")
+        library, _ = utils.get_model_and_args(dict(config))
+        given = {"vision_config": {}, "audio_config": {}} | config
+        given.setdefault("text_config", given.get("llm_config", {}))
+        update, model = utils.update_module_configs, library.Model
+        import_module("mlx_vlm.models.switch_layers").SwitchGLU._combine
+        _states()
+    except Exception as error:
+        raise CheckpointError(
+            f"{kind}: mlx-vlm {have} has no text model of it that moelab can build "
+            f"({describe(error)}). moelab was tried with mlx-vlm {TRIED}: {INSTALL}"
+        ) from error
+    if not library.__name__.startswith("mlx_vlm.models."):
+        raise CheckpointError(
+            f"{kind}: expected a model, got a draft head of mlx-vlm's, which writes no text alone. "
+            "Give the model that it was trained for."
+        )
+
+    def from_dict(_):
+        made = library.ModelConfig.from_dict(dict(given))
+        return SimpleNamespace(config=update(made, library, given, PARTS))
+
+    text = type(model.__name__, (TextModel, model), {"library": library})
+    return text, SimpleNamespace(from_dict=from_dict)
+
+
+def library_of(config: dict[str, Any]) -> str:
+    """The library that has a model type: mlx-vlm if mlx-lm has it not, and it is there."""
+    kind = str(config.get("model_type"))
+    known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
+    return "mlx-vlm" if not _has("mlx_lm", known) and _has("mlx_vlm", kind) else "mlx-lm"
+
+
+def _has(package, kind):
+    """Whether a package has a model type; its code is not imported."""
+    spec = find_spec(package)
+    folders = [Path(p) / "models" for p in spec.submodule_search_locations] if spec else []
+    return any((folder / kind).is_dir() or (folder / f"{kind}.py").is_file() for folder in folders)

@@ -1,0 +1,125 @@
+"""Embedding tables that stay on disk: of an n-gram table, a token needs a few rows."""
+
+from collections import OrderedDict
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from ..checkpoint import Checkpoint, Tensor
+from ..experts import unchanged
+from .reading.ranges import Ranges
+from .reading.reader import Reader
+
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+HOT_NBYTES = 64 << 20  # of a table's rows that were used last and stay in memory
+
+
+class DiskEmbedding(nn.Module):
+    """In place of an embedding of R rows, or of one whose rows are divided over shards.
+
+    Until ``open`` its rows are 0: shapes and types are tried before anything is read.
+    """
+
+    def __init__(self, shards: list[nn.Module], places: list[dict[str, Tensor]], dims: int):
+        super().__init__()
+        self._table, self._hot = _Places(shards, places), OrderedDict()
+        self._dims, self._packing = dims, None
+        if hasattr(shards[0], "bits"):
+            names = "group_size", "bits", "mode"
+            self._packing = SimpleNamespace(**{name: getattr(shards[0], name) for name in names})
+        self._reader, self._dtype = None, mx.float32
+
+    def open(self, reader: Reader, dtype: mx.Dtype) -> None:
+        """Read rows with a reader from now on, and compute in a type."""
+        self._table.open(reader)
+        self._reader, self._dtype = reader, dtype
+
+    def __call__(self, ids: mx.array) -> mx.array:
+        """Give the rows ``[..., dims]`` of numbers ``[...]``, which are evaluated."""
+        if self._reader is None:
+            return mx.zeros((*ids.shape, self._dims), self._dtype)
+        rows, which = np.unique(np.array(ids), return_inverse=True)
+        parts = self._table.arrays(self._read(rows.tolist()))
+        parts = {n: a if a.dtype == mx.uint32 else a.astype(self._dtype) for n, a in parts.items()}
+        y = parts.pop("weight")
+        if self._packing is not None:
+            y = mx.dequantize(y, **parts, **vars(self._packing))
+        return y[mx.array(which)].reshape(*ids.shape, self._dims)
+
+    def _read(self, rows):
+        """The bytes ``[n, row]`` of distinct rows, which are in memory if they were used lately."""
+        table, hot = self._table, self._hot
+        cold = [row for row in rows if row not in hot]
+        arrived = np.empty((len(cold), table.row_nbytes), np.uint8)
+        if cold:
+            self._reader.read(Ranges.of([*table.reads(cold, arrived)]))
+        hot.update(zip(cold, arrived))
+        for row in rows:
+            hot.move_to_end(row)
+        found = np.stack([hot[row] for row in rows])
+        while len(hot) > HOT_NBYTES // table.row_nbytes:
+            hot.popitem(last=False)
+        return found
+
+
+class _Places:
+    """Where the rows of a table lie: in the tensors of its shards, by the parameter's name."""
+
+    def __init__(self, shards, places):
+        self.starts = np.cumsum([0] + [len(shard.weight) for shard in shards])
+        self.places, self.files = places, {}
+        self.sizes = {n: t.nbytes // t.shape[0] for n, t in places[0].items()}
+        self.row_nbytes = sum(self.sizes.values())
+
+    def open(self, reader):
+        self.files = {t.file: reader.open(t.file) for p in self.places for t in p.values()}
+
+    def reads(self, rows, into):
+        """What ``Ranges.of`` takes, to read rows into memory ``[n, row_nbytes]``."""
+        if not 0 <= rows[0] <= rows[-1] < self.starts[-1]:
+            raise IndexError(f"expected rows from 0 to {self.starts[-1] - 1}, got {rows[-1]}")
+        for row, memory in zip(rows, into):
+            shard = int(np.searchsorted(self.starts, row, "right")) - 1
+            at = 0
+            for name, size in self.sizes.items():
+                tensor = self.places[shard][name]
+                offset = tensor.offset + (row - int(self.starts[shard])) * size
+                yield self.files[tensor.file], offset, [memoryview(memory[at : at + size])]
+                at += size
+
+    def arrays(self, rows):
+        """The parameters ``[n, ...]`` in the bytes ``[n, row_nbytes]`` of rows."""
+        ends = np.cumsum([*self.sizes.values()])
+        parts = zip(self.places[0].items(), np.split(rows, ends[:-1], axis=1))
+        return {
+            name: mx.array(np.ascontiguousarray(part)).view(tensor.dtype)
+            for (name, tensor), part in parts
+        }
+
+
+def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Put a ``DiskEmbedding`` in the place of each table of more rows than the vocabulary has."""
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    words = text.get("vocab_size") or checkpoint.config.get("vocab_size")
+    tables = {}
+    for path, module in reversed(model.named_modules()):  # a module comes before those in it
+        shards = {path: module}
+        if [*module.children()] == ["shards"]:
+            shards = {f"{path}.shards.{i}": shard for i, shard in enumerate(module.shards)}
+        is_inside = any(path in shards for shards in tables.values())
+        if not is_inside and all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
+            tables[path] = shards
+    for path, shards in tables.items():
+        if not words or sum(len(s.weight) for s in shards.values()) <= words:
+            continue
+        wanted = {f"{p}.{n}": a for p, s in shards.items() for n, a in s.parameters().items()}
+        found = unchanged(model, checkpoint, wanted)
+        if found.keys() == wanted.keys():  # else its rows are not as they are on disk
+            first = next(iter(shards.values()))
+            dims = getattr(first, "dims", first.weight.shape[-1])
+            places = [{n: found[f"{p}.{n}"] for n in s.parameters()} for p, s in shards.items()]
+            table = DiskEmbedding([*shards.values()], places, dims)
+            model.update_modules(tree_unflatten([(path, table)]))
