@@ -31,8 +31,12 @@ from .experts import expert_modules, expert_parameters
 DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
-def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
+def repack(
+    model: str | Path, out: str | Path, progress: bool = True, library: str = "auto"
+) -> Path:
     """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
+
+    ``library`` as in ``StreamConfig``.
 
     There is no ``out`` until its last byte is on disk and has been compared.
     """
@@ -42,7 +46,7 @@ def repack(model: str | Path, out: str | Path, progress: bool = True) -> Path:
         raise CheckpointError(
             f"{source.path}: its experts are packed already, there is nothing to do."
         )
-    loaded, config = mlx_lm_model(source)
+    loaded, config = mlx_lm_model(source, library=library)
     try_out(source, loaded)
     experts = expert_modules(loaded)
     if not experts:

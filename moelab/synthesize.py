@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from tokenizers import Tokenizer
 
-from .checkpoint import DTYPES, header_bytes, new_folder, readable
+from .checkpoint import DTYPES, header_bytes, model_classes, new_folder, readable
 from .configs import CONFIGS
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
@@ -64,7 +64,7 @@ class Tensor:
 def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
     """The tensors of mlx-lm's quantized checkpoint, in the model's order, and its configuration."""
     config = copy.deepcopy(config)
-    model_class, args_class = mlx_lm_utils._get_classes(config)
+    model_class, args_class = model_classes(config)
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
     with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
         model, config = mlx_lm_utils.quantize_model(model, config, GROUP_SIZE, bits)

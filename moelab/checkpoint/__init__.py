@@ -6,7 +6,15 @@ layout (``packed``), in which the experts of a layer have a file of their own.
 
 # ruff: noqa: F401 (it hands them on)
 
-from .checkpoint import FORKED, Checkpoint, check_config, check_fork, mlx_lm_model, try_out
+from .checkpoint import (
+    FORKED,
+    Checkpoint,
+    check_config,
+    check_fork,
+    mlx_lm_model,
+    model_classes,
+    try_out,
+)
 from .files import (
     CheckpointError,
     check_parts,

@@ -144,12 +144,18 @@ def check_fork() -> None:
         _computes = os.getpid()
 
 
+def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
+    """The classes of a model and of its arguments in mlx-lm, mlx-vlm or (auto) who has them."""
+    library = vlm.library_of(config) if library == "auto" else library
+    return vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
+
+
 def _model_classes(checkpoint: Checkpoint, library: str, config: dict) -> tuple[type, type]:
     """The classes of the model and its arguments, for mlx-lm, with placeholders for packed experts.
 
     ``sanitize`` refuses scales that do not fit: mlx-lm could divide by 0, which ends the process.
     """
-    cls, args = vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
+    cls, args = model_classes(config, library)
     for name, field in getattr(args, "__dataclass_fields__", {}).items():
         # check_config refuses a 0. Some families have truth values under such names.
         if "group" in name and config.get(name) is False and "int" in str(field.type):
@@ -184,19 +190,20 @@ def mlx_lm_model(
 ) -> tuple[nn.Module, dict]:
     """Build mlx-lm's model and its configuration. The weights are lazy: none is read."""
     check_fork()
-    if library == "auto":
-        library = vlm.library_of(checkpoint.config)
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
     cannot = f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors:"
-    with readable(cannot):  # a family's code may raise anything
-        return with_globals(mlx_lm_utils.load_model, {"glob": files})(
-            checkpoint.path,
-            lazy=True,
-            model_config=model_config,
-            get_model_classes=partial(_model_classes, checkpoint, library),
-            **kwargs,
-        )
+    remedy = "Download it again."
+    if library == "auto" and any(name.startswith("language_model.") for name in checkpoint.tensors):
+        remedy = "Its tensors may have mlx-vlm's names: try --from mlx-vlm. Else download it again."
+    load_model = with_globals(mlx_lm_utils.load_model, {"glob": files})
+    classes = partial(_model_classes, checkpoint, library)
+    given = {"lazy": True, "model_config": model_config, "get_model_classes": classes}
+    with readable(cannot, remedy):  # a family's code may raise anything
+        try:
+            return load_model(checkpoint.path, **given, **kwargs)
+        except CheckpointError as e:
+            raise CheckpointError(f"{checkpoint.path}: {e}") from e
 
 
 def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:

@@ -23,9 +23,13 @@ from mlx_lm.models import switch_layers
 from .files import CheckpointError, describe
 
 TRIED = "0.7.10"  # the version of mlx-vlm that the tests run with
+DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
 INSTALL = f"pip install --no-deps mlx-vlm=={TRIED}"  # its dependencies are for images and audio
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # whose configurations are objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
+# Families whose compiled functions remember the length of the first text that a process saw (0.7.10).
+# MLX compiles nothing in a process that has loaded one: other lengths gave other tokens.
+COMPILED_ONCE = {"hy_v4"}
 # The shapes of experts: the names of the matrices ``[E, out, in]`` of a module. Two in one are gate
 # and up, in this order.
 SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
@@ -163,8 +167,8 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
         given = {"vision_config": {}, "audio_config": {}} | config
         given.setdefault("text_config", given.get("llm_config", {}))
         update, model = utils.update_module_configs, library.Model
-        import_module("mlx_vlm.models.switch_layers").SwitchGLU._combine
-        _states()
+        combine = import_module("mlx_vlm.models.switch_layers").SwitchGLU._combine
+        assert callable(combine) and _states()
     except Exception as error:
         raise CheckpointError(
             f"{kind}: mlx-vlm {have} has no text model of it that moelab can build "
@@ -176,6 +180,9 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
             "Give the model that it was trained for."
         )
 
+    if kind in COMPILED_ONCE:
+        mx.disable_compile()
+
     def from_dict(_):
         made = library.ModelConfig.from_dict(dict(given))
         return SimpleNamespace(config=update(made, library, given, PARTS))
@@ -185,14 +192,26 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def library_of(config: dict[str, Any]) -> str:
-    """The library that has a model type: mlx-vlm if mlx-lm has it not, and it is there."""
+    """The library that has a model type: mlx-lm, else mlx-vlm. CheckpointError: neither has it."""
     kind = str(config.get("model_type"))
     known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
-    return "mlx-vlm" if not _has("mlx_lm", known) and _has("mlx_vlm", kind) else "mlx-lm"
+    if "model_file" in config or _has("mlx_lm", "models", known):
+        return "mlx-lm"
+    if any(_has("mlx_vlm", folder, kind) for folder in ("models", DRAFTERS)):
+        return "mlx-vlm"
+    is_there = find_spec("mlx_vlm") is not None
+    raise CheckpointError(
+        f"model_type {kind}: expected a family of mlx-lm {metadata.version('mlx-lm')} or mlx-vlm, "
+        + (f"{metadata.version('mlx-vlm')} has it not" if is_there else "which is not installed")
+        + f". A newer version of one may have it{'' if is_there else ': ' + INSTALL}."
+    )
 
 
-def _has(package, kind):
-    """Whether a package has a model type; its code is not imported."""
+def _has(package, folder, kind):
+    """Whether a folder of a package has a model type; its code is not imported."""
     spec = find_spec(package)
-    folders = [Path(p) / "models" for p in spec.submodule_search_locations] if spec else []
-    return any((folder / kind).is_dir() or (folder / f"{kind}.py").is_file() for folder in folders)
+    for path in spec.submodule_search_locations if spec else ():
+        file = Path(path) / folder / kind
+        if file.is_dir() or file.with_name(f"{kind}.py").is_file():
+            return True
+    return False

@@ -16,8 +16,8 @@ OWN_ARGUMENTS = {"model", "adapter_path", "host", "port", "log_level", "given", 
 
 
 def flag(name: str) -> str:
-    """Spell a field's name as an option: ``top_k`` becomes ``--top-k``."""
-    return "--" + name.replace("_", "-")
+    """Spell a field's name as an option: ``top_k`` becomes ``--top-k``, ``library`` ``--from``."""
+    return "--from" if name == "library" else "--" + name.replace("_", "-")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
