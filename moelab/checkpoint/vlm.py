@@ -27,9 +27,11 @@ DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
 INSTALL = f"pip install --no-deps mlx-vlm=={TRIED}"  # its dependencies are for images and audio
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # whose configurations are objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
-# Families whose compiled functions remember the length of the first text that a process saw (0.7.10).
-# MLX compiles nothing in a process that has loaded one: other lengths gave other tokens.
+# Families of which a compiled function remembers the length of the first text of a process, so that
+# other lengths give other tokens (0.7.10). A process that loads one compiles nothing from then on.
 COMPILED_ONCE = {"hy_v4"}
+# Families with another text than their authors' (0.7.10), and why.
+WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
 # The shapes of experts: the names of the matrices ``[E, out, in]`` of a module. Two in one are gate
 # and up, in this order.
 SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
@@ -180,12 +182,15 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
             "Give the model that it was trained for."
         )
 
+    if kind in WRONG:
+        raise CheckpointError(f"{kind}: mlx-vlm {have} gives another text: {WRONG[kind]}.")
     if kind in COMPILED_ONCE:
         mx.disable_compile()
 
     def from_dict(_):
-        made = library.ModelConfig.from_dict(dict(given))
-        return SimpleNamespace(config=update(made, library, given, PARTS))
+        own = dict(given)  # some families add their text's part
+        made = library.ModelConfig.from_dict(own)
+        return SimpleNamespace(config=update(made, library, own, PARTS))
 
     text = type(model.__name__, (TextModel, model), {"library": library})
     return text, SimpleNamespace(from_dict=from_dict)

@@ -1,0 +1,195 @@
+"""mlx-vlm's families stream, and answer as mlx-vlm does with every expert in memory."""
+
+import json
+
+import families
+import mlx.core as mx
+import numpy as np
+import pytest
+from families import VOCAB
+
+import moelab
+from moelab.checkpoint import vlm
+from moelab.repack import repack
+from moelab.speculation.rollback import Rollback
+from moelab.streaming.model import load_model
+from moelab.streaming.rows import DiskEmbedding
+
+pytest.importorskip("mlx_vlm", reason="pip install --no-deps mlx-vlm")
+
+import vlm_families
+from mlx_vlm.models.cache import make_prompt_cache as theirs
+
+PROMPT = mx.array([[(7 * i + 3) % VOCAB for i in range(40)]])
+TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
+
+
+def load(path, mode="fused", slots=4, kernels="mlx", **fields):
+    fields |= {"slots": slots} if mode in ("stacked", "fused") else {}
+    config = moelab.StreamConfig(mode=mode, kernels=kernels, library="mlx-vlm", **fields)
+    return load_model(path, config)[0]
+
+
+def logits(model, cache, prompt=PROMPT):
+    """Logits ``[40 + 12, V]`` of a prompt at once and of the tokens after it, one by one."""
+    rows = [model(prompt, cache=cache)] + [model(mx.array([[t]]), cache=cache) for t in TEXT]
+    return np.array(mx.concatenate(rows, axis=1)[0])
+
+
+def resident(model):
+    """The logits of mlx-vlm's own model."""
+    if model.config.model_type in vlm.COMPILED_ONCE:
+        mx.disable_compile()
+    cache = theirs(model.language_model)
+    images = {"pixel_values": None, "mask": None}
+    rows = [model(PROMPT, cache=cache, **images).logits]
+    rows += [model.language_model(mx.array([[t]]), cache=cache).logits for t in TEXT]
+    return np.array(mx.concatenate(rows, axis=1)[0].astype(mx.float32))
+
+
+@pytest.fixture(autouse=True)
+def compiles():
+    yield
+    mx.enable_compile()  # a family of COMPILED_ONCE ended it
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            path = tmp_path_factory.mktemp("vlm") / name
+            made[name] = path, resident(vlm_families.write_checkpoint(name, path))
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", vlm_families.NAMES)
+@pytest.mark.parametrize("mode", ["fused", "stacked", "serial"])
+def test_family_streams(name, mode, checkpoint):
+    path, want = checkpoint(name)
+    with load(path, mode) as model:
+        np.testing.assert_array_equal(logits(model, model.make_cache()), want)
+        assert moelab.stats(model).prefill.bytes_read > 0
+    if mode == "fused":
+        with load(path, kernels="fast") as model:
+            got = logits(model, model.make_cache())
+            np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max(), rtol=0)
+
+
+@pytest.mark.parametrize("name", vlm_families.NAMES)
+def test_tokens_are_taken_back(name, checkpoint):
+    """Two texts in turn, one of them with drafts that are accepted in part."""
+    model, rng = load(checkpoint(name)[0], slots=8), np.random.default_rng(3)
+    plain, drafted = model.make_cache(), model.make_cache()
+    for cache in (plain, drafted):
+        model(PROMPT[:, :20], cache=cache)
+    if name in vlm_families.UNDRAFTED:
+        with pytest.raises(ValueError, match="cannot be rolled back"):
+            Rollback(model, drafted)(PROMPT[:, :3])
+        return
+    rollback = Rollback(model, drafted)
+    for given, kept in (5, 2), (4, 4), (6, 0), (9, 5), (2, 1), (1, 1):
+        tokens = mx.array(rng.integers(0, VOCAB, (1, given)))
+        got = np.array(rollback(tokens))[0, :kept]
+        rollback.undo(given - kept)
+        rollback.commit()
+        for i in range(kept):
+            want = model(tokens[:, i : i + 1], cache=plain)[0, 0]
+            np.testing.assert_allclose(got[i], np.array(want), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(vlm_families.REFUSED))
+def test_what_is_refused(name, tmp_path):
+    path = tmp_path / "model"
+    vlm_families.write_checkpoint("olmoe", path)
+    config = vlm_families.config_of(name)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(moelab.CheckpointError, match=f"{path}: .*{vlm_families.REFUSED[name]}"):
+        load_model(path, moelab.StreamConfig(library="mlx-vlm"))
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_type_that_no_library_has(is_there, tmp_path, monkeypatch):
+    path = tmp_path / "model"
+    vlm_families.write_checkpoint("olmoe", path)
+    config = vlm_families.config_of("olmoe") | {"model_type": "qwen9"}
+    (path / "config.json").write_text(json.dumps(config))
+    if not is_there:
+        monkeypatch.setattr(vlm, "find_spec", lambda name: None)
+    words = "mlx-vlm, .* has it not" if is_there else "which is not installed.* pip install"
+    with pytest.raises(moelab.CheckpointError, match=f"{path}: model_type qwen9: .*{words}"):
+        load_model(path)
+
+
+def test_names_of_mlx_vlm_are_recognized(tmp_path):
+    """mlx-lm has olmoe, too, under other names."""
+    vlm_families.write_checkpoint("olmoe", tmp_path / "model")
+    with pytest.raises(moelab.CheckpointError, match="try --from mlx-vlm"):
+        load_model(tmp_path / "model")
+
+
+def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
+    """Rows that were used last are in memory, and no others."""
+    path, want = checkpoint("qwen4_exp")
+    model = load(path)
+    (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
+    assert not table.parameters()
+    monkeypatch.setattr("moelab.streaming.rows.HOT_NBYTES", 30 * table._table.row_nbytes)
+    np.testing.assert_array_equal(logits(model, model.make_cache()), want)
+    assert len(table._hot) == 30
+    with pytest.raises(IndexError, match="expected rows from 0 to"):
+        table(mx.array([10**6]))
+
+
+def test_a_text_begins_anew(checkpoint):
+    """An earlier text, or a cache of another process, does not move a text's positions."""
+    path, want = checkpoint("qwen3_5_moe")
+    first = load(path)
+    cache = first.make_cache()
+    first(PROMPT, cache=cache)
+    other = load(path)
+    other(PROMPT[:, :7], cache=other.make_cache())
+    got = np.array(other(mx.array([TEXT[:1]]), cache=cache)[0, 0])
+    np.testing.assert_array_equal(got, want[40])
+
+
+def test_packed_experts(checkpoint, tmp_path):
+    """Gate and up in one tensor are two in a packed folder."""
+    path, want = checkpoint("laguna")
+    repack(path, tmp_path / "packed", progress=False, library="mlx-vlm")
+    model = load(tmp_path / "packed")
+    np.testing.assert_array_equal(logits(model, model.make_cache()), want)
+
+
+def test_layout_of_the_authors(checkpoint, tmp_path):
+    """Gate and up in one tensor ``[E, 2F, D]``, other names, and images, which are left out."""
+    path, _ = checkpoint("qwen3_5_moe")
+    config = json.loads((path / "config.json").read_text())
+    weights = mx.load(str(path / "model.safetensors"))
+    sizes = config.pop("quantization")
+    for name in [n.removesuffix(".scales") for n in weights if n.endswith(".scales")]:
+        packed = [weights.pop(f"{name}.{kind}") for kind in ("weight", "scales", "biases")]
+        weights[f"{name}.weight"] = mx.dequantize(*packed, **sizes)
+    for name in [n for n in weights if n.endswith("gate_proj.weight") and "switch" in n]:
+        both = [weights.pop(name.replace("gate", half)) for half in ("gate", "up")]
+        weights[name.replace("gate_proj", "gate_up_proj")] = mx.concatenate(both, axis=1)
+    renamed = {"model.visual.patch_embed.proj.weight": mx.ones((3, 3))}
+    for name, value in weights.items():
+        for old, new in (
+            ("language_model.lm_head", "lm_head"),
+            ("language_model.model", "model.language_model"),
+            ("switch_mlp", "experts"),
+            ("gate_up_proj.weight", "gate_up_proj"),
+        ):
+            name = name.replace(old, new)
+        name = name.removesuffix(".weight") if name.endswith("experts.down_proj.weight") else name
+        renamed[name] = value
+    families.write_files(tmp_path, renamed, dict(config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, streamed = load(tmp_path, "resident"), load(tmp_path)
+    want = logits(whole, whole.make_cache())
+    np.testing.assert_array_equal(logits(streamed, streamed.make_cache()), want)
+    assert moelab.stats(streamed).decode.bytes_read > 0
