@@ -180,9 +180,6 @@ class Server(uvicorn.Server):
     def __init__(self, app: CORSMiddleware, engine: Any, listening: socket.socket):
         super().__init__(uvicorn.Config(app, **UVICORN))
         self.engine, self.socket, self._silent, self._asked = engine, listening, {}, 0
-        # uvicorn warns of bytes that are no HTTP, before it may fail.
-        known = "protocol.data_received() call failed"
-        logging.getLogger("asyncio").addFilter(lambda record: known not in record.getMessage())
 
     def answer(self) -> None:
         """Run in the main thread, and stop the engine."""
