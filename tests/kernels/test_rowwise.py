@@ -98,21 +98,3 @@ def test_routers(E, K):
     assert rowwise.route(equal, K, True)[0].tolist() == [list(range(K))]
     numbers = np.full((1, E), np.nan, np.float32)
     assert sorted(rowwise.route(numbers, K, True)[0][0]) == list(range(K))  # distinct experts
-
-
-def test_combinations():
-    y, scores, shared, gate = normal(21, 40), normal(7, 3), normal(7, 40), normal(7, 1)
-    want = (y.reshape(7, 3, 40) * scores[..., None]).sum(1)
-    assert near(rowwise.combine(y, scores), want)
-    more = normal(7, 40)
-    want = want + more + shared / (1 + np.exp(-gate))
-    assert near(rowwise.combine(y, scores, more, shared, gate), want)
-
-
-def test_rotations():
-    x, rope = normal(5, 3, 64), nn.RoPE(32)
-    want = rope(mx.array(x.transpose(1, 0, 2)[None]), offset=11)
-    unit = mx.concatenate([mx.ones((1, 1, 5, 16)), mx.zeros((1, 1, 5, 16))], axis=-1)
-    angles = np.split(np.array(rope(unit, offset=11))[0, 0], 2, axis=-1)
-    rowwise.rotate(x, *map(np.ascontiguousarray, angles))
-    assert near(x.transpose(1, 0, 2)[None], want)
