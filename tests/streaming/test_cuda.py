@@ -370,14 +370,3 @@ def test_where_nothing_of_this_is_used(why, path, monkeypatch):
     with load_model(path)[0] as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader
-
-
-def test_a_kernel_is_told_how_many_indices_there_are(monkeypatch):
-    calls = []
-    monkeypatch.setattr(cuda, "_compiled", lambda source: b"code")
-    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda **how: calls.append(how))
-    for indices in (mx.array([[1, 2, 3]], mx.int64), mx.array([4], mx.int32)):
-        cuda.kernel("twice", "const void* after", "a b", "a[0] = n;")(indices, mx.zeros(2), x=5)
-    cuda.kernel.cache_clear()
-    assert [(how["scalars"], how["x"]) for how in calls] == [([3], 5), ([1], 5)]
-    assert [how["inputs"][0].itemsize for how in calls] == [4, 4]
