@@ -12,10 +12,6 @@ from moelab.streaming.trace import TraceError
 TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
 
 
-def recorded(name):
-    return locality.recorded_trace(name).decode
-
-
 @pytest.fixture(scope="module", params=[0, 1])
 def small(request):
     """Small enough for references that loop."""
@@ -86,7 +82,7 @@ def test_a_fitted_trace_has_the_recorded_ones_locality(name):
     Beyond E/2 slots to 0.05: popularity is no exact power, and while the model writes a few
     experts are hardly ever used.
     """
-    trace = recorded(name)
+    trace = locality.recorded_trace(name).decode
     T, L, K = trace.experts.shape
     made = locality.synthesize(locality.fit(trace), T, L, trace.num_experts, K, seed=99)
     lag1 = [locality.overlap(t)["each"].mean() for t in (trace, made)]
