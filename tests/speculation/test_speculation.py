@@ -6,7 +6,7 @@ import families
 import mlx.core as mx
 import mlx_lm
 import pytest
-from drafting import FAST, PROMPT, Guess, heldout, plain, repeat, steps, tiny, told
+from drafting import FAST, PROMPT, Guess, plain, repeat, steps, told
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     load_prompt_cache,
@@ -15,7 +15,8 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from recurrent import V, build, difference, ids, with_wide_heads
+from mlx_lm.utils import load_tokenizer
+from recurrent import TINY, V, build, difference, ids, tiny, with_wide_heads
 
 import moelab
 from moelab.speculation.drafts import LookupDraft, ModelDraft
@@ -87,8 +88,8 @@ def test_the_same_seed_writes_the_same_text(sampling, processing):
 
 
 def test_stop_tokens_inside_a_block():
-    model, tokenizer = tiny()
-    prompt = heldout()[0]
+    model, tokenizer = tiny(), load_tokenizer(TINY)
+    prompt = "import numpy as np\n\ndef softmax(x, axis=-1):"
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20)]
     for i in (2, 5, 6):
         wrapper = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[expected[i]])
@@ -183,9 +184,6 @@ def test_a_lookup_proposes_half_of_what_matched():
     assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four
     draft.extend(mx.array([53, 97, 51, 52]), None)
     assert draft.propose(53, 8, None).tolist() == []  # only three
-    for n in (0, 1.5):
-        with pytest.raises(ValueError, match=f"shortest: expected at least 1 token .* got {n}"):
-            LookupDraft(n)
 
 
 def test_a_lookup_goes_on_from_its_cache():
@@ -254,7 +252,7 @@ def test_a_draft_that_fails_leaves_the_target_whole():
 
 
 def test_bad_input():
-    model, small, window = tiny()[0], build("qwen3_5_moe"), build("qwen3_moe")
+    model, small, window = tiny(), build("qwen3_5_moe"), build("qwen3_moe")
     for words, draft, options in (
         (f"vocabulary of 8192 tokens, got {V}. Draft and target must", ModelDraft(small), {}),
         ("tokens must be non-zero", ModelDraft(model), dict(max_tokens=0)),
@@ -265,7 +263,7 @@ def test_bad_input():
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            next(speculative_generate(*tiny(), "x", draft, **options))
+            next(speculative_generate(model, load_tokenizer(TINY), "x", draft, **options))
     for words, target, prompt, cache in (
         ("prompt: expected at least one token, got none", small, [], None),
         ("expected 2 caches for the target, then .*got 1", small, PROMPT, small.make_cache()[:1]),
