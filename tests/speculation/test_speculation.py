@@ -8,11 +8,7 @@ import mlx_lm
 import pytest
 from drafting import FAST, PROMPT, Guess, plain, repeat, steps, told
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import (
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
@@ -136,18 +132,6 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
             assert [t for t, *_ in got] == model_alone
             if n in (1, 3, 8) and isinstance(draft, ModelDraft):
                 assert all(r.accepted == r.drafted for *_, r in got), "its context is complete"
-
-
-def test_a_saved_cache_goes_on(tmp_path):
-    model = build("qwen3_5_moe")
-    expected = plain(model, PROMPT, 30)
-    cache = make_prompt_cache(model) * 1
-    steps(model, PROMPT, Guess(repeat), 4, 10, prompt_cache=cache)
-    save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
-    loaded = load_prompt_cache(str(tmp_path / "c.safetensors"))
-    # The cache holds the tenth token too; the eleventh continues it as generate would.
-    got = steps(model, expected[10:11], Guess(repeat), 4, 19, prompt_cache=loaded)
-    assert [t for t, *_ in got] == expected[11:30]
 
 
 def test_no_pass_reads_past_where_a_cache_is_quantized():
