@@ -125,9 +125,9 @@ def endings(checkpoints, second, tmp_path):
 def test_ranks_that_differ(name, own, said, checkpoints, tmp_path):
     """One line on each, and none waits for the other."""
     for rank, words in zip(endings(checkpoints, (name, own), tmp_path), said):
-        assert rank.code == 1
-        assert words in rank.err and rank.err.count("moelab: ") == 1, rank.err
-        assert "Traceback" not in rank.err and "loaded" not in rank.out
+        assert rank.returncode == 1
+        assert words in rank.stderr and rank.stderr.count("moelab: ") == 1, rank.stderr
+        assert "Traceback" not in rank.stderr and "loaded" not in rank.stdout
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_ranks_that_differ(name, own, said, checkpoints, tmp_path):
 def test_a_rank_that_ends_in_an_answer(how, first_says, checkpoints, tmp_path):
     """The other one ends, too, and says why."""
     first, _ = endings(checkpoints, ("one", SETTINGS, how), tmp_path)
-    assert first.code == 1 and "loaded" in first.out
-    assert first_says in first.err and first.err.count("moelab: ") == 1, first.err
+    assert first.returncode == 1 and "loaded" in first.stdout
+    assert first_says in first.stderr and first.stderr.count("moelab: ") == 1, first.stderr
 
 
 def test_routing_that_differs(checkpoints, tmp_path):
     """Machines that round differently may choose other experts: an error, not another text."""
     found = endings(checkpoints, ("one", SETTINGS, "other"), tmp_path)
-    assert all("the machines round differently" in rank.err for rank in found), found
+    assert all("the machines round differently" in rank.stderr for rank in found), found
 
 
 def test_a_rank_that_loads_for_long(tmp_path):
@@ -159,9 +159,9 @@ def test_a_rank_that_loads_for_long(tmp_path):
     )
     commands = [["-c", program.format(seconds)] for seconds in (0, 2)]
     first, other = ranks.finish(ranks.start(commands, tmp_path), 60)
-    assert first.code == other.code == 0, (first, other)
-    assert first.err.count("rank 0 of 2 waits for the others to load") == 1
-    assert "to load" not in other.err
+    assert first.returncode == other.returncode == 0, (first, other)
+    assert first.stderr.count("rank 0 of 2 waits for the others to load") == 1
+    assert "to load" not in other.stderr
 
 
 def test_a_message_that_did_not_arrive(monkeypatch):
