@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx_lm
+import pytest
 from fake_served import MODEL, fake_served
 from in_process import listening
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -18,8 +19,9 @@ from moelab.commands.server.ask import Part, Usage
 from moelab.commands.server.completions import Chat, Completions
 from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
-from moelab.commands.server.text import Call, Delta
+from moelab.commands.server.text import Call, Delta, Splitter
 
+USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
 CALLS = [Call("call_1", "f", '{"a": "é"}'), Call("call_2", "g", "{}")]
 ANSWERS = {  # what is written, and the items that it makes: thoughts begin with *
@@ -83,11 +85,11 @@ def written(prompt):
 
 
 class Speaker:
-    """An engine that tells each text pieces, one each ``pause_s`` seconds, and then its end."""
+    """An engine that tells each text letters, one each ``pause_s`` seconds, and then its end."""
 
     def __init__(self, said="abcd", end="stop", pause_s=0):
-        ended = Part(finish=end, usage=Usage(9, 1, 4)) if isinstance(end, str) else end  # an error
-        self.events, self.pause_s = [*map(Part, said), ended], pause_s
+        end = Part(finish=end, usage=USAGE) if isinstance(end, str) else end  # or an error
+        self.events, self.pause_s = [*map(Part, said), end], pause_s
         self.tells, self.ended = [], []
 
     def begin(self, ask, tell):
@@ -118,13 +120,14 @@ def speaking(*said):
 
 def answered(kind, body, deltas):
     """A whole answer, the events of a stream, and the sum, as the HTTP layer makes them."""
-    made = []
+    made, delta = [], sum(deltas, Delta(usage=USAGE))
     for stream in (False, True):
         request, told, events = kind(body | {"stream": stream}, fake_served()), iter(deltas), []
-        request._splitter.add = lambda part, told=told: next(told)
-        for _ in deltas:
-            events += request.part(0, request.splitters[0].add(Part()))
-        delta = sum(deltas, Delta(usage=Usage(30, 20, 7)))
-        events = [*request.begin(), *events, *request.end([delta])] if stream else []
-        made.append(json.loads(json.dumps(events or request.whole([delta]))))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Splitter, "add", lambda self, part, told=told: next(told))
+            for _ in deltas:
+                written = request.splitters[0].add(Part())
+                events += request.part(0, written) if stream else ()
+        stream = stream and [*request.begin(), *events, *request.end([delta])]
+        made.append(json.loads(json.dumps(stream or request.whole([delta]))))
     return *made, delta
