@@ -129,11 +129,15 @@ def test_an_error_of_the_engine(fake, caplog, error):
 
 
 def test_large_bodies(fake, monkeypatch):
-    """They are checked one after another, and refused earlier if memory is short."""
+    """They are checked one after another, also after one whose client is gone, and refused earlier
+    if memory is short."""
     monkeypatch.setattr(Dialect, "slow_s", 0.1)
     with ThreadPoolExecutor(4) as threads:
         for size, alone in ((20_000, True), (10, False)):
             Dialect.most = 0
+            with connected(fake.base_url) as gone:
+                gone.sendall(request_bytes(prompt="x" * size))
+                wait_for(lambda: Dialect.busy)
             answers = threads.map(lambda size: ask(fake, prompt="x" * size), [size] * 4)
             assert {answer.status_code for answer in answers} == {200}
             assert (Dialect.most == 1) == alone
