@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -10,15 +11,12 @@ import pytest
 import speaker
 from fake_served import TOKENIZER, fake_served, parsed
 from in_process import Here, two_servers
-from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from moelab.commands.server.ask import Token
+from moelab.commands.server.ask import Part, Token
 from moelab.commands.server.completions import Chat, Completions
-from moelab.commands.server.text import Call, Delta
 
-ANSWERS, SAID = speaker.ANSWERS, speaker.SAID
 PROMPTS = [
     'def read_json(path):\n    """Read a JSON file and return its content."""',
     "import numpy as np\n\ndef softmax(x, axis=-1):",
@@ -55,38 +53,18 @@ def streamed(client, text=PROMPTS[0], **fields):
 def content(choice):
     """All that a client sees of a choice, streamed or not, but log probabilities."""
     said = choice.message
-    calls = [Call(c.id, c.function.name, c.function.arguments) for c in said.tool_calls or ()]
+    calls = [(c.id, c.function.name, c.function.arguments) for c in said.tool_calls or ()]
     return said.content or "", getattr(said, "reasoning", None) or "", calls, choice.finish_reason
-
-
-@pytest.mark.parametrize("deltas, items", ANSWERS.values(), ids=ANSWERS)
-def test_a_chat_streamed_and_not(deltas, items):
-    """By what the client makes of both."""
-    body = {"messages": user("x")} | USAGE
-    whole, (*stream, done), delta = speaker.answered(Chat, body, deltas)
-    state = ChatCompletionStreamState()
-    for event in stream:
-        state.handle_chunk(parsed(ChatCompletionChunk, event, ["reasoning"]))
-    assert done == "[DONE]" and {event["object"] for event in stream} == {"chat.completion.chunk"}
-    calls = [item for item in items if isinstance(item, Call)]
-    thoughts = [item[1:] for item in items if item not in calls and item[0] == "*"]
-    texts = [item for item in items if item not in calls and item[0] != "*"]
-    for answer in (parsed(ChatCompletion, whole, ["reasoning"]), state.current_completion_snapshot):
-        (choice,), usage = answer.choices, answer.usage
-        assert content(choice) == ("".join(texts), "".join(thoughts), calls, delta.finish)
-        assert choice.logprobs is None and usage.prompt_tokens_details.cached_tokens == 20
-        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (30, 7, 37)
 
 
 def test_log_probabilities_that_json_does_not_have():
     for score in (-math.inf, math.nan):
-        delta = Delta("x", tokens=[Token(5, score, [(5, score)])], finish="stop")
-        delta.usage = speaker.USAGE
+        part = Part("x", [Token(5, score, [(5, score)])], finish="stop", usage=speaker.USAGE)
         for kind, body in (
             (Chat, {"messages": user("x"), "top_logprobs": 1}),
             (Completions, {"prompt": "x", "logprobs": 1}),
         ):
-            json.dumps(kind(body, fake_served()).whole([delta]), allow_nan=False)
+            json.dumps(kind(body, fake_served()).whole([part]), allow_nan=False)
 
 
 @two_servers
@@ -178,18 +156,29 @@ def test_content_in_parts_and_errors(client, mlx):
             assert (refused.value.param, refused.value.type) == (name, "invalid_request_error")
 
 
-@pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
-def test_tools(said, items):
+@pytest.mark.parametrize("said, items", speaker.SAID.values(), ids=speaker.SAID)
+def test_a_chat_streamed_and_not(said, items):
     """Calls that the client can parse; what is none is text, and without tools all of it is."""
     with speaker.speaking(*said) as url:
         client = Here(url).client
-        answers = [ask(client, tools=TOOLS).choices[0] for ask in (chat, streamed)]
+        answers = [ask(client, tools=TOOLS) for ask in (chat, streamed)]
+        events = [*chat(client, tools=TOOLS, stream=True, **USAGE)]
         bare = chat(client).choices[0].message.content
         text = parsed(Completion, complete(client).model_dump(exclude_unset=True)).choices[0].text
+    assert text == "".join(said[0]) and bare == re.sub("<think>.*?(</think>|$)", "", text)
+    parsed(ChatCompletion, answers[0].model_dump(exclude_unset=True), ["reasoning"])
+    for event in events:
+        parsed(ChatCompletionChunk, event.model_dump(exclude_unset=True), ["reasoning"])
+    assert {event.object for event in events} == {"chat.completion.chunk"}
     for answer in answers:
-        texts, _, calls, finish = content(answer)
+        (choice,), usage = answer.choices, answer.usage
+        texts, thoughts, calls, finish = content(choice)
         assert texts == "".join(item for item in items if item != "call" and item[0] != "*")
-        assert [json.loads(call.arguments) for call in calls] == [{"a": [1, "é"]}] * len(calls)
-        assert len({call.id for call in calls}) == len(calls) == items.count("call")
+        assert thoughts == "".join(item[1:] for item in items if item[0] == "*")
+        assert [(name, json.loads(given)) for _, name, given in calls] == [
+            ("f", {"a": [1, "é"]})
+        ] * items.count("call")
+        assert len({id for id, *_ in calls}) == len(calls)
         assert finish == ("length" if "length" in said else "tool_calls" if calls else "stop")
-    assert text == said[0] and text.endswith(bare) and bare
+        assert choice.logprobs is None and usage.prompt_tokens_details.cached_tokens == 20
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (30, 7, 37)
