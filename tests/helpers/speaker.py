@@ -1,13 +1,11 @@
 """A server whose model says what a test wants: it thinks and calls tools."""
 
-import json
 import threading
 import time
 from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx_lm
-import pytest
 from fake_served import MODEL, fake_served
 from in_process import listening
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -19,36 +17,19 @@ from moelab.commands.server.ask import Part, Usage
 from moelab.commands.server.completions import Chat, Completions
 from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
-from moelab.commands.server.text import Call, Delta, Splitter
 
 USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
-CALLS = [Call("call_1", "f", '{"a": "é"}'), Call("call_2", "g", "{}")]
-ANSWERS = {  # what is written, and the items that it makes: thoughts begin with *
-    "a text": ([Delta("Hel"), Delta("lo"), Delta(finish="stop")], ["Hello"]),
-    "nothing": ([Delta(finish="stop")], []),
-    "thoughts": (
-        [Delta(reasoning="H"), Delta(reasoning="m"), Delta("\n"), Delta("So", finish="stop")],
-        ["*Hm", "\nSo"],
-    ),
-    "a cut thought": ([Delta(reasoning="Hm", finish="length")], ["*Hm"]),
-    "all in turns": (
-        [
-            Delta("A", "B"),
-            Delta("C", calls=CALLS[:1]),
-            Delta("D"),
-            Delta(reasoning="E"),
-            Delta("\n", calls=CALLS[1:], finish="tool_calls"),
-        ],
-        ["*B", "AC", CALLS[0], "D", "*E", "\n", CALLS[1]],
-    ),
-}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
-SAID = {  # what a model says and how it ends, and the items
+ALL = f"<think>Hm</think>\n\nA{CALL}\n{CALL}<think>I</think>B"
+SAID = {  # what a model says and how it ends, and the items: thoughts begin with *
     "text": (["Hello"], ["Hello"]),
-    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "\n", "call"]),
+    "nothing": ([""], []),
+    "a cut thought": (["<think>Hm", "length"], ["*Hm"]),
+    "all in turns": ([ALL], ["*Hm", "\n\nA", "call", "\n", "call", "*I", "B"]),
+    "all at once": ([[ALL]], ["*Hm", "\n\nA", "call", "\n", "call", "*I", "B"]),
     "malformed": (["A<tool_call>{oops</tool_call>"], ["A<tool_call>{oops</tool_call>"]),
-    "cut": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
+    "a cut call": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
 }
 CHAT_TOOL = {
     "type": "function",
@@ -85,7 +66,7 @@ def written(prompt):
 
 
 class Speaker:
-    """An engine that tells each text letters, one each ``pause_s`` seconds, and then its end."""
+    """An engine that tells each text letters or pieces, each after ``pause_s`` s, and its end."""
 
     def __init__(self, said="abcd", end="stop", pause_s=0):
         end = Part(finish=end, usage=USAGE) if isinstance(end, str) else end  # or an error
@@ -116,18 +97,3 @@ def speaking(*said):
     app = http.app(engine, caller(), (Chat, Completions, Responses, Messages), ())
     with listening(app, engine) as url:
         yield url
-
-
-def answered(kind, body, deltas):
-    """A whole answer, the events of a stream, and the sum, as the HTTP layer makes them."""
-    made, delta = [], sum(deltas, Delta(usage=USAGE))
-    for stream in (False, True):
-        request, told, events = kind(body | {"stream": stream}, fake_served()), iter(deltas), []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Splitter, "add", lambda self, part, told=told: next(told))
-            for _ in deltas:
-                written = request.splitters[0].add(Part())
-                events += request.part(0, written) if stream else ()
-        stream = stream and [*request.begin(), *events, *request.end([delta])]
-        made.append(json.loads(json.dumps(stream or request.whole([delta]))))
-    return *made, delta

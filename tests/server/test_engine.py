@@ -4,24 +4,12 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from types import SimpleNamespace
 
 import mlx.core as mx
-import mlx_lm
 import pytest
-from in_process import MODEL, SLOTS, serving
+from in_process import MODEL, SERVERS, SLOTS, serving, two_servers
 from mlx_lm.sample_utils import make_sampler
 
-from moelab import DATA
-
-SERVERS = {  # how the model is served
-    "resident": ("--mode", "resident"),
-    "streamed": SLOTS,
-    "lookup": (*SLOTS, "--draft", "lookup", "--num-draft-tokens", "4"),
-    "tiny-draft": (*SLOTS, "--draft", str(DATA / "models/tiny-draft")),
-    "tiny-dflash": (*SLOTS, "--draft-model", str(DATA / "models/tiny-dflash")),
-}
 PROMPTS = [
     'def read_json(path):\n    """Read a JSON file and return its content."""',
     "import numpy as np\n\ndef softmax(x, axis=-1):",
@@ -37,33 +25,11 @@ DEFAULT = {"model": "default_model", "max_tokens": TOKENS}
 
 
 @pytest.fixture(scope="module")
-def mlx():
-    """Writes what mlx-lm does after a prompt, resident and with its own kernels."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    write = partial(mlx_lm.generate, model, tokenizer, max_tokens=TOKENS)
-    return SimpleNamespace(write=write, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
 def texts(mlx):
     return [mlx.write(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def served(request):
-    """The server of a parameter's name."""
-    with serving(*SERVERS[request.param]) as server:
-        yield server
-
-
-@pytest.fixture
-def client(served):
-    return served.client
-
-
 every_server = pytest.mark.parametrize("served", SERVERS, indirect=True)
-two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
 
 
 def complete(client, prompt, **fields):

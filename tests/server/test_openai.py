@@ -1,7 +1,7 @@
 """OpenAI's client and ``serve``: answers and streams, of written parts and of a real model."""
 
-import json
 import math
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -9,16 +9,16 @@ import openai
 import pytest
 import speaker
 from fake_served import TOKENIZER, fake_served, parsed
-from in_process import Here, two_servers
+from in_process import Here, listening, two_servers
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from moelab.commands.server.ask import Token
+from moelab.commands.server import http
+from moelab.commands.server.ask import Part, Token
 from moelab.commands.server.completions import Chat, Completions
-from moelab.commands.server.text import Call, Delta
 
-ANSWERS, SAID = speaker.ANSWERS, speaker.SAID
+SAID = speaker.SAID
 PROMPTS = [
     'def read_json(path):\n    """Read a JSON file and return its content."""',
     "import numpy as np\n\ndef softmax(x, axis=-1):",
@@ -44,49 +44,54 @@ def chat(client, text=PROMPTS[0], **fields):
 
 
 def streamed(client, text=PROMPTS[0], **fields):
-    """What the client's helper makes of a streamed chat."""
-    fields = {"messages": user(text)} | USUAL | USAGE | fields
-    with client.chat.completions.stream(**fields) as stream:
-        for _ in stream:
-            pass
-        return stream.current_completion_snapshot
+    """What the client makes of a streamed chat, of which each event has all of its fields."""
+    state, fields = ChatCompletionStreamState(), USUAL | USAGE | fields
+    stream = client.chat.completions.create(messages=user(text), stream=True, **fields)
+    for event in stream:
+        event = event.model_dump(exclude_unset=True)
+        state.handle_chunk(parsed(ChatCompletionChunk, event, ["reasoning"]))
+        assert event["object"] == "chat.completion.chunk"
+    assert not event["choices"]  # it has the usage
+    return state.current_completion_snapshot
 
 
 def content(choice):
     """All that a client sees of a choice, streamed or not, but log probabilities."""
     said = choice.message
-    calls = [Call(c.id, c.function.name, c.function.arguments) for c in said.tool_calls or ()]
+    calls = [(c.function.name, c.function.arguments) for c in said.tool_calls or ()]
     return said.content or "", getattr(said, "reasoning", None) or "", calls, choice.finish_reason
 
 
-@pytest.mark.parametrize("deltas, items", ANSWERS.values(), ids=ANSWERS)
-def test_a_chat_streamed_and_not(deltas, items):
-    """By what the client makes of both."""
-    body = {"messages": user("x")} | USAGE
-    whole, (*stream, done), delta = speaker.answered(Chat, body, deltas)
-    state = ChatCompletionStreamState()
-    for event in stream:
-        state.handle_chunk(parsed(ChatCompletionChunk, event, ["reasoning"]))
-    assert done == "[DONE]" and {event["object"] for event in stream} == {"chat.completion.chunk"}
-    calls = [item for item in items if isinstance(item, Call)]
-    thoughts = [item[1:] for item in items if item not in calls and item[0] == "*"]
-    texts = [item for item in items if item not in calls and item[0] != "*"]
-    for answer in (parsed(ChatCompletion, whole, ["reasoning"]), state.current_completion_snapshot):
-        (choice,), usage = answer.choices, answer.usage
-        assert content(choice) == ("".join(texts), "".join(thoughts), calls, delta.finish)
-        assert choice.logprobs is None and usage.prompt_tokens_details.cached_tokens == 20
-        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (30, 7, 37)
+@pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
+def test_thoughts_and_calls(said, items):
+    """Streamed and not; what is no call is text, and without tools or a chat all of it is."""
+    texts = [item for item in items if item != "call" and item[0] != "*"]
+    thoughts = [item[1:] for item in items if item[0] == "*"]
+    calls = [("f", '{"a": [1, "é"]}')] * items.count("call")
+    finish = "length" if "length" in said else "tool_calls" if calls else "stop"
+    with speaker.speaking(*said) as url:
+        client = Here(url).client
+        for ask in (chat, streamed):
+            (choice,) = ask(client, tools=TOOLS).choices
+            assert content(choice) == ("".join(texts), "".join(thoughts), calls, finish)
+            assert len({call.id for call in choice.message.tool_calls or ()}) == len(calls)
+            assert choice.logprobs is None
+        bare = content(chat(client).choices[0])[0]
+        text = parsed(Completion, complete(client).model_dump(exclude_unset=True)).choices[0].text
+    assert text == "".join(said[0]) and re.sub("<think>.*?(</think>|$)", "", text) == bare
 
 
-def test_log_probabilities_that_json_does_not_have():
-    for score in (-math.inf, math.nan):
-        delta = Delta("x", tokens=[Token(5, score, [(5, score)])], finish="stop")
-        delta.usage = speaker.USAGE
-        for kind, body in (
-            (Chat, {"messages": user("x"), "top_logprobs": 1}),
-            (Completions, {"prompt": "x", "logprobs": 1}),
-        ):
-            json.dumps(kind(body, fake_served()).whole([delta]), allow_nan=False)
+@pytest.mark.parametrize("score", [-math.inf, math.nan])
+def test_log_probabilities_that_json_does_not_have(score):
+    engine = speaker.Speaker()
+    engine.events[:1] = [Part("a", [Token(5, score, [(5, score)])])]
+    app = http.app(engine, fake_served(), (Chat, Completions), ())
+    with listening(app, engine) as url:
+        client = Here(url).client
+        (row,) = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
+        row = [row.logprob, row.top_logprobs[0].logprob]
+        assert row == complete(client, logprobs=1).choices[0].logprobs.token_logprobs * 2
+    assert max(row) == -9999
 
 
 @two_servers
@@ -176,20 +181,3 @@ def test_content_in_parts_and_errors(client, mlx):
             with pytest.raises(openai.BadRequestError, match=name) as refused:
                 chat(client, **{"stream": stream, name: value})
             assert (refused.value.param, refused.value.type) == (name, "invalid_request_error")
-
-
-@pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
-def test_tools(said, items):
-    """Calls that the client can parse; what is none is text, and without tools all of it is."""
-    with speaker.speaking(*said) as url:
-        client = Here(url).client
-        answers = [ask(client, tools=TOOLS).choices[0] for ask in (chat, streamed)]
-        bare = chat(client).choices[0].message.content
-        text = parsed(Completion, complete(client).model_dump(exclude_unset=True)).choices[0].text
-    for answer in answers:
-        texts, _, calls, finish = content(answer)
-        assert texts == "".join(item for item in items if item != "call" and item[0] != "*")
-        assert [json.loads(call.arguments) for call in calls] == [{"a": [1, "é"]}] * len(calls)
-        assert len({call.id for call in calls}) == len(calls) == items.count("call")
-        assert finish == ("length" if "length" in said else "tool_calls" if calls else "stop")
-    assert text == said[0] and text.endswith(bare) and bare

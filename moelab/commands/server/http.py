@@ -24,8 +24,7 @@ from starlette.routing import Route
 
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
-from .ask import Refused
-from .text import Delta
+from .ask import Refused, total
 
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
 KEEPALIVE_S = 10  # between the comments in a stream that has nothing to say
@@ -131,20 +130,20 @@ class _Endpoint:
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
-        events, texts = [*asked.begin()] if asked.stream else [], [Delta() for _ in asked.asks]
+        events, texts = [*asked.begin()] if asked.stream else [], [[] for _ in asked.asks]
         with ExitStack() as begun:
             for index, ask in enumerate(asked.asks):
                 number = self.engine.begin(ask, partial(tell, index=index))
                 begun.callback(self.engine.cancel, number)
-            while any(text.finish is None for text in texts):
+            while not all(parts and parts[-1].finish for parts in texts):
                 part, index = await _next(told, KEEPALIVE_S if asked.stream else None)
                 if part:
-                    delta = asked.splitters[index].add(part)
-                    texts[index] += delta
-                    events += asked.part(index, delta) if asked.stream else ()
+                    texts[index].append(part := asked.splitters[index].add(part))
+                    events += asked.part(index, part) if asked.stream else ()
                 if asked.stream:
                     await write(*events, more=True)
                     events = []
+            texts = [*map(total, texts)]
             await write(*(asked.end(texts) if asked.stream else [asked.whole(texts)]))
 
 

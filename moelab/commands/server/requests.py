@@ -1,6 +1,5 @@
 """Requests in OpenAI's form are checked and become one ``Ask`` for each text to write."""
 
-import json
 from inspect import signature
 from typing import Annotated, Any, Literal, NotRequired, Self
 
@@ -17,7 +16,7 @@ DEFAULT = "default_model"  # mlx-lm's name of the model of the command line
 TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # without effect
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
 TAKEN |= {"client_metadata", "inference_geo", "max_tool_calls", "speed"}
-ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
+ONLY = {"response_format": {"type": "text"}, "modalities": ["text"]}
 ONLY |= {"reasoning_effort": "medium", "verbosity": "medium", "best_of": 1, "suffix": ""}  # or null
 ONLY |= {"background": False, "truncation": "disabled"}
 ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
@@ -74,7 +73,6 @@ class Request(BaseModel):
         """Check the fields of a request. ``Refused`` names one that is wrong."""
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:
-            json.dumps(given, ensure_ascii=False).encode()  # an error for half of a character
             return cls.model_validate(given)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
@@ -113,6 +111,7 @@ class ChatRequest(Request):
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     tools: list[Tool] = Field([], fail_fast=True)
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
@@ -124,7 +123,8 @@ class ChatRequest(Request):
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
         asks = self.make([prompt], served, scores)
-        return asks, [Splitter(tokenizer, tools, state) for _ in asks]
+        one = not self.parallel_tool_calls
+        return asks, [Splitter(tokenizer, tools, state, one) for _ in asks]
 
 
 class CompletionRequest(Request):
@@ -142,4 +142,4 @@ class CompletionRequest(Request):
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
         asks = self.make(prompts, served, self.logprobs, self.echo and scores)
-        return asks, [Splitter(served.tokenizer, None, "text") for _ in asks]
+        return asks, [Splitter(served.tokenizer, None, "content") for _ in asks]
