@@ -151,6 +151,13 @@ def test_prompts_that_begin_alike(client, mlx):
     assert answer.choices[0].text == mlx.write(begin + end)
 
 
+def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
+    for restarted in (False, True):
+        with serving(*SLOTS, "--prompt-cache-dir", str(tmp_path)) as server:
+            answer = server.client.completions.create(prompt=PROMPTS[0], **DEFAULT)
+        assert answer.choices[0].text == texts[0] and bool(cached(answer)) == restarted
+
+
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
     """With a penalty, which looks at the whole prompt, cached or not; and of no other request."""

@@ -25,6 +25,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 from ...checkpoint import describe
 from ...speculation.generate import speculative_generate_step
 from ...speculation.sampling import set_state
+from ...streaming.model import close
 from ...streaming.ranks import RankError
 from ..drafting import shared_policy
 from .ask import Ask, Part, Refused, Token, Usage
@@ -160,7 +161,7 @@ class Engine:
                 self._end(text)
         self._batch = None
         self.prompts.close()
-        self.model.close()
+        close(self.model.model)
 
     def _turn(self):
         """Take new requests, compute a part or a token. Returns False if the server is stopped."""
@@ -303,8 +304,7 @@ class Engine:
         most = min(self.model.args.prefill_step_size, SCORED if text.scores else self._most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
         if self.model.draft is not None and not text.scores:
-            for _ in self._drafted(text, end, 0):
-                pass
+            next(self._drafted(text, end, max_tokens=0), None)  # chooses none
             text.read = end
         else:
             following = text.tokens[text.read + 1 : end + 1]
@@ -323,7 +323,8 @@ class Engine:
         texts = {text.uid: text for text in self._at("batch")}
         read, written = self._batch.next()
         for r in read:
-            if kind := texts[r.uid].cuts.pop(texts[r.uid].read + r.progress[0], None):
+            text = texts[r.uid]
+            if kind := text.cuts.pop(text.read + r.progress[0], None):
                 ((cache, tokens),) = self._batch.extract_cache([r.uid]).values()
                 self.prompts.keep(tokens[:], cache, kind)
         for r in written:
@@ -337,8 +338,7 @@ class Engine:
     def _write_alone(self, text):
         """Compute a token of a text that is not in the batch."""
         if self.model.draft is not None:
-            end, most = len(text.tokens), text.ask.max_tokens
-            text.steps = text.steps or self._drafted(text, end, most)
+            text.steps = text.steps or self._drafted(text, None, text.ask.max_tokens)
             token, logprobs, *_ = next(text.steps)
         else:
             logits = self._logits(text, len(text.tokens))[-1:]
@@ -358,7 +358,7 @@ class Engine:
         return logits
 
     def _drafted(self, text, end, max_tokens):
-        """Read a text's tokens before ``end`` and choose those that follow, with the draft."""
+        """Read a text's tokens before ``end`` (None: all) and choose those that follow."""
         model, before = self.model, mx.array(text.tokens[: text.read], mx.uint32)
         mx.random.seed(text.ask.seed)  # nothing else is sampled until the text ends
         most = 0 if text.ask.echo else text.ask.num_draft_tokens
