@@ -18,7 +18,6 @@ from moelab.commands.kv_cache import PromptFiles
 from moelab.commands.server import prompts as module
 from moelab.commands.server.prompts import Prompts
 from moelab.speculation.generate import speculative_generate_step
-from moelab.streaming.model import load_model
 
 TEXT = recurrent.ids(0, 60, vocab=families.VOCAB - 4)[0].tolist()
 
@@ -153,21 +152,17 @@ def cached(prompts, *texts):
     return [prompts.fetch([*text, 0])[1] for text in texts]
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "attention", "quantized"])
-def test_prompts_are_there_after_a_restart(kind, tmp_path):
+@pytest.mark.parametrize("bits", [None, 4])
+def test_prompts_are_there_after_a_restart(bits, tmp_path):
     """A text that goes on from them has the same bits."""
-    path, options = recurrent.TINY, {"kv_bits": 4 if kind == "quantized" else None}
-    if kind == "attention":
-        path = families.write_checkpoint("qwen3_moe", tmp_path / "m", "affine4")
-    options["model"], folder = path, tmp_path / "new" / "folder"
-    with load_model(path, StreamConfig(mode="resident"))[0] as model:
-        prompts, cache = restored(folder, **options), read(model, TEXT[:40])[0]
-        maybe_quantize_kv_cache(cache, 0, 64, options["kv_bits"])
-        prompts.keep(TEXT[:40], cache)
-        wanted = read(model, TEXT[40:], prompts.fetch(TEXT)[0])[1]
-        prompts.close()
-        cache, n = restored(folder, **options).fetch(TEXT)
-        assert n == 40 and mx.array_equal(read(model, TEXT[40:], cache)[1], wanted)
+    model, folder = recurrent.tiny(), tmp_path / "new" / "folder"
+    prompts, cache = restored(folder, kv_bits=bits), read(model, TEXT[:40])[0]
+    maybe_quantize_kv_cache(cache, 0, 64, bits)
+    prompts.keep(TEXT[:40], cache)
+    wanted = read(model, TEXT[40:], prompts.fetch(TEXT)[0])[1]
+    prompts.close()
+    cache, n = restored(folder, kv_bits=bits).fetch(TEXT)
+    assert n == 40 and mx.array_equal(read(model, TEXT[40:], cache)[1], wanted)
 
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
