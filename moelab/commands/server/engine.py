@@ -13,7 +13,6 @@ import queue
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -51,7 +50,7 @@ class _Text:
         self.scores = [Token(ask.tokens[0], None, [])] if ask.echo else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
         self._stops, self._decoded, self._told = Stops(ask.stops), 0, 0
-        self._held = deque()  # tokens that are not told yet, each with where its text begins
+        self._held = []  # tokens that are not told yet, each with where its text begins
 
     @property
     def rest(self) -> int:
@@ -80,9 +79,9 @@ class _Text:
         text = self._stops.add(piece) + (self._stops.end() if finish else "")
         self._told += len(text)
         whole = finish and not self._stops.found
-        finish, tokens = "stop" if self._stops.found else finish, []
-        while self._held and (whole or self._held[0][0] < self._told):
-            tokens.append(self._held.popleft()[1])
+        finish = "stop" if self._stops.found else finish
+        tokens = [token for begins, token in self._held if whole or begins < self._told]
+        self._held = self._held[len(tokens) :]
         written = len(self.tokens) - self.prompt_size
         usage = Usage(self.prompt_size, self.cached, written) if finish else None
         if text or tokens or self.scores or finish:
@@ -260,7 +259,8 @@ class Engine:
 
     def _place(self, text):
         """Put a text where it goes on: its prompt is read in parts, or it is written."""
-        others = [t for t in self._texts.values() if t is not text and t.place != "reading"]
+        # A text that waits for memory will soon be written, too.
+        others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
         place = "batch" if self.model.is_batchable and others else "alone"
         # The batch or the draft reads a short prompt.
         drafted = self.model.draft is not None and not text.cuts
