@@ -5,15 +5,17 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx_lm
 import pytest
-from in_process import MODEL, SLOTS, serving
+from in_process import MODEL, SLOTS, serving, started
 from mlx_lm.sample_utils import make_sampler
 
 from moelab import DATA
+from moelab.commands.server.ask import Ask
 
 SERVERS = {  # how the model is served
     "resident": ("--mode", "resident"),
@@ -206,3 +208,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
                 break
         assert slow.done()
     assert written["long"] == mlx.write(long)
+
+
+def test_an_error_of_a_text_ends_no_other():
+    """As of a sampler that cannot be made."""
+    told, (_, (_, engine)) = SimpleQueue(), started(*SLOTS)
+    for sampling in ({"unknown": 1}, {}):
+        engine.begin(Ask([1], 4, sampling), told.put)
+    assert isinstance(told.get(timeout=60), TypeError)
+    while not told.get(timeout=60).finish:
+        pass
+    engine.stop()
