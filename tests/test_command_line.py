@@ -152,7 +152,7 @@ def servers_parser():
         (cache_prompt, mlx_lm.cache_prompt.setup_arg_parser, set()),
         (serve, servers_parser,
          {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
-          "--chat-template-args"}),
+          "--chat-template-args", "--use-default-chat-template"}),
     ],
 )  # fmt: skip
 def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):

@@ -4,11 +4,14 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
-from in_process import MODEL, SERVERS, SLOTS, serving, two_servers
+from in_process import MODEL, SERVERS, SLOTS, serving, started, two_servers
 from mlx_lm.sample_utils import make_sampler
+
+from moelab.commands.server.ask import Ask
 
 PROMPTS = [
     'def read_json(path):\n    """Read a JSON file and return its content."""',
@@ -117,6 +120,13 @@ def test_prompts_that_begin_alike(client, mlx):
     assert answer.choices[0].text == mlx.write(begin + end)
 
 
+def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
+    for restarted in (False, True):
+        with serving(*SLOTS, "--prompt-cache-dir", str(tmp_path)) as server:
+            answer = server.client.completions.create(prompt=PROMPTS[0], **DEFAULT)
+        assert answer.choices[0].text == texts[0] and bool(cached(answer)) == restarted
+
+
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
     """With a penalty, which looks at the whole prompt, cached or not; and of no other request."""
@@ -165,3 +175,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
                 break
         assert slow.done()
     assert written["long"] == mlx.write(long)
+
+
+def test_an_error_of_a_text_ends_no_other():
+    """As of a sampler that cannot be made."""
+    told, (_, (_, engine)) = SimpleQueue(), started(*SLOTS)
+    for sampling in ({"unknown": 1}, {}):
+        engine.begin(Ask([1], 4, sampling), told.put)
+    assert isinstance(told.get(timeout=60), TypeError)
+    while not told.get(timeout=60).finish:
+        pass
+    engine.stop()

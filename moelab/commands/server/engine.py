@@ -13,7 +13,6 @@ import queue
 import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -25,6 +24,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 from ...checkpoint import describe
 from ...speculation.generate import speculative_generate_step
 from ...speculation.sampling import set_state
+from ...streaming.model import close
 from ...streaming.ranks import RankError
 from ..drafting import shared_policy
 from .ask import Ask, Part, Refused, Token, Usage
@@ -50,7 +50,7 @@ class _Text:
         self.scores = [Token(ask.tokens[0], None, [])] if ask.echo else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
         self._stops, self._decoded, self._told = Stops(ask.stops), 0, 0
-        self._held = deque()  # tokens that are not told yet, each with where its text begins
+        self._held = []  # tokens that are not told yet, each with where its text begins
 
     @property
     def rest(self) -> int:
@@ -79,9 +79,9 @@ class _Text:
         text = self._stops.add(piece) + (self._stops.end() if finish else "")
         self._told += len(text)
         whole = finish and not self._stops.found
-        finish, tokens = "stop" if self._stops.found else finish, []
-        while self._held and (whole or self._held[0][0] < self._told):
-            tokens.append(self._held.popleft()[1])
+        finish = "stop" if self._stops.found else finish
+        tokens = [token for begins, token in self._held if whole or begins < self._told]
+        self._held = self._held[len(tokens) :]
         written = len(self.tokens) - self.prompt_size
         usage = Usage(self.prompt_size, self.cached, written) if finish else None
         if text or tokens or self.scores or finish:
@@ -160,7 +160,7 @@ class Engine:
                 self._end(text)
         self._batch = None
         self.prompts.close()
-        self.model.close()
+        close(self.model.model)
 
     def _turn(self):
         """Take new requests, compute a part or a token. Returns False if the server is stopped."""
@@ -259,7 +259,8 @@ class Engine:
 
     def _place(self, text):
         """Put a text where it goes on: its prompt is read in parts, or it is written."""
-        others = [t for t in self._texts.values() if t is not text and t.place != "reading"]
+        # A text that waits for memory will soon be written, too.
+        others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
         place = "batch" if self.model.is_batchable and others else "alone"
         # The batch or the draft reads a short prompt.
         drafted = self.model.draft is not None and not text.cuts
@@ -303,8 +304,7 @@ class Engine:
         most = min(self.model.args.prefill_step_size, SCORED if text.scores else self._most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
         if self.model.draft is not None and not text.scores:
-            for _ in self._drafted(text, end, 0):
-                pass
+            next(self._drafted(text, end, max_tokens=0), None)  # chooses none
             text.read = end
         else:
             following = text.tokens[text.read + 1 : end + 1]
@@ -323,7 +323,8 @@ class Engine:
         texts = {text.uid: text for text in self._at("batch")}
         read, written = self._batch.next()
         for r in read:
-            if kind := texts[r.uid].cuts.pop(texts[r.uid].read + r.progress[0], None):
+            text = texts[r.uid]
+            if kind := text.cuts.pop(text.read + r.progress[0], None):
                 ((cache, tokens),) = self._batch.extract_cache([r.uid]).values()
                 self.prompts.keep(tokens[:], cache, kind)
         for r in written:
@@ -337,8 +338,7 @@ class Engine:
     def _write_alone(self, text):
         """Compute a token of a text that is not in the batch."""
         if self.model.draft is not None:
-            end, most = len(text.tokens), text.ask.max_tokens
-            text.steps = text.steps or self._drafted(text, end, most)
+            text.steps = text.steps or self._drafted(text, None, text.ask.max_tokens)
             token, logprobs, *_ = next(text.steps)
         else:
             logits = self._logits(text, len(text.tokens))[-1:]
@@ -358,7 +358,7 @@ class Engine:
         return logits
 
     def _drafted(self, text, end, max_tokens):
-        """Read a text's tokens before ``end`` and choose those that follow, with the draft."""
+        """Read a text's tokens before ``end`` (None: all) and choose those that follow."""
         model, before = self.model, mx.array(text.tokens[: text.read], mx.uint32)
         mx.random.seed(text.ask.seed)  # nothing else is sampled until the text ends
         most = 0 if text.ask.echo else text.ask.num_draft_tokens
