@@ -3,6 +3,7 @@
 import threading
 import time
 from contextlib import contextmanager
+from functools import cache
 
 import mlx.core as mx
 import mlx_lm
@@ -41,6 +42,7 @@ TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 {% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
 
 
+@cache
 def caller():
     """What is served of a model that thinks and calls tools."""
     hf = AutoTokenizer.from_pretrained(MODEL)

@@ -100,7 +100,7 @@ def test_a_text_ends_before_the_first_stop_string(text, stops, places):
         taken += piece
         held = taken[len(sent) :]
         assert ends.found or not held or any(stop.startswith(held) for stop in stops)
-    sent += ends.end()
+    sent += ends.add("", last=True)
     assert (sent, bool(ends.found)) == (expected, bool(begins))
 
 

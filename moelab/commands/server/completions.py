@@ -53,15 +53,16 @@ class Chat:
 
     def _choice(self, index, part):
         """Make a choice of what was written or, in a stream, of what was added."""
-        begun = {"role": "assistant", "content": None if any(run.name for run in part.runs) else ""}
-        said, told = {} if index in self._told else begun, self._told.get(index, 0)
+        said = {} if index in self._told else {"role": "assistant", "content": ""}
+        told = self._told.get(index, 0)
         for kind, text, id, name in part.runs:
             if kind == "call":
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
                 call |= {"index": told} if self.stream else {}
-                said["tool_calls"], told = [*said.get("tool_calls", []), call], told + 1
+                said.setdefault("tool_calls", []).append(call)
+                told += 1
             else:
-                said[kind] = (said.get(kind) or "") + text
+                said[kind] = said.get(kind, "") + text
         self._told[index] = told
         scores = {"content": [self._score(*token) for token in part.tokens]}
         scores = None if self.asks[index].logprobs is None else scores

@@ -76,7 +76,7 @@ class _Text:
             self._detokenizer.finalize()
         piece = self._detokenizer.last_segment
         self._decoded += len(piece)
-        text = self._stops.add(piece) + (self._stops.end() if finish else "")
+        text = self._stops.add(piece, last=bool(finish))
         self._told += len(text)
         whole = finish and not self._stops.found
         finish = "stop" if self._stops.found else finish

@@ -4,7 +4,7 @@ from inspect import signature
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ...checkpoint import shorten
@@ -26,7 +26,7 @@ PENALTIES = {*signature(make_logits_processors).parameters}
 
 def _object(**fields):
     """Make the type of an object that has these fields and may have others."""
-    return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("_object", fields))
+    return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("object", fields))
 
 
 def _expect(is_so, name, expected, got):
@@ -39,8 +39,10 @@ Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Tool = _object(type=Literal["function"], function=_object(name=str))
-Content = str | list[_object(type=str, text=NotRequired[str | None])] | None
-Message = _object(role=str, content=NotRequired[Content])
+Content = str | list[_object(type=Literal["text"], text=NotRequired[str | None])] | None
+Arguments = Json[dict] | dict | Literal[""] | None
+Calls = list[_object(function=_object(arguments=NotRequired[Arguments]))] | None
+Message = _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls])
 
 
 class Request(BaseModel):
@@ -75,7 +77,7 @@ class Request(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
+            wrong = error.errors(include_url=False)[-1]  # of a union
         where, got = [shorten(name, 100) for name in wrong["loc"]], shorten(wrong["input"], 100)
         raise Refused(f"{'.'.join(where)}: {wrong['msg']}, got {got!r}", where[0])
 

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from ...checkpoint import shorten
 from .ask import Ask, Part, joined
 from .completions import Chat
-from .requests import ChatRequest
+from .requests import ChatRequest, Message
 from .text import Splitter
 
 HEADS = {"content": {"type": "message", "role": "assistant"}}
@@ -56,8 +56,8 @@ def function(tool: Any) -> dict[str, Any]:
     raise ValueError("expected a function of the client's own")
 
 
-Pieces = Annotated[list, BeforeValidator(lambda value: [*pieces(value)]), Field(min_length=1)]
-System = Annotated[list, BeforeValidator(lambda value: [*pieces(value, "system")])]
+Pieces = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value)])]
+System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, "system")])]
 Function = Annotated[dict, BeforeValidator(function)]
 
 
@@ -67,7 +67,7 @@ class Translated(ChatRequest):
     n: Literal[1] = 1
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
-    messages: Pieces
+    messages: Pieces = Field(min_length=1)
     system: System = Field([])
     tools: list[Function] = Field([])
     reasoning: dict[str, str | None] = Field({})
@@ -95,7 +95,7 @@ class Translated(ChatRequest):
 
 
 class _Request(Translated):
-    messages: Pieces = Field(alias="input")
+    messages: Pieces = Field(alias="input", min_length=1)
     system: System = Field([], alias="instructions")
     max_tokens: int | None = Field(None, ge=1, lt=2**31, alias="max_output_tokens")
     text: dict[str, Literal["medium"] | dict[Literal["type"], Literal["text"]] | None] = Field({})

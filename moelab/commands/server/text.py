@@ -32,9 +32,6 @@ class Stops:
                 return text[:i]
         return text
 
-    def end(self) -> str:
-        return self.add("", last=True)
-
 
 class Splitter:
     """Splits a text, in whatever pieces it comes, into reasoning, calls of ``tools`` and the rest.
