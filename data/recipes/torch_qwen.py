@@ -245,8 +245,7 @@ class SparseMoeBlock(nn.Module):
         y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         # Switch Transformer's balance loss over the whole batch: 1 when the load is even.
         load = torch.diff(ends, prepend=ends.new_zeros(1)) / indices.numel()
-        balance = probs.shape[-1] * (load * probs.mean(0)).sum()
-        return y.view(B, T, D), balance, load
+        return y.view(B, T, D), probs.shape[-1] * (load * probs.mean(0)).sum()
 
 
 class DecoderLayer(nn.Module):
@@ -264,8 +263,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x, *state):
         mixer = self.linear_attn if self.is_linear else self.self_attn
         x = x + mixer(self.input_layernorm(x), *state)
-        y, balance, load = self.mlp(self.post_attention_layernorm(x))
-        return x + y, balance, load
+        y, balance = self.mlp(self.post_attention_layernorm(x))
+        return x + y, balance
 
 
 class TextModel(nn.Module):
@@ -277,10 +276,7 @@ class TextModel(nn.Module):
         self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
     def forward(self, ids):
-        """Last hidden states [B, T, D], and of each layer: output, balance loss, and load [E].
-
-        A load is the share of a layer's choices that each expert gets.
-        """
+        """Last hidden states [B, T, D], and each layer's output and balance loss."""
         x, layers = self.embed_tokens(ids), []
         for layer in self.layers:
             layers.append(layer(x))
@@ -309,12 +305,11 @@ class Model(nn.Module):
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
     def forward(self, ids):
-        """Nats of each token but the first, [B, T - 1], the balance loss, and the loads [L, E]."""
+        """Nats of each token but the first, [B, T - 1], and the balance loss."""
         x, layers = self.language_model.model(ids[:, :-1])
-        _, balances, loads = zip(*layers)
         weight = self.language_model.model.embed_tokens.weight
         loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
-        return loss.view(len(ids), -1), torch.stack(balances).mean(), torch.stack(loads)
+        return loss.view(len(ids), -1), torch.stack([balance for _, balance in layers]).mean()
 
 
 class Writer:

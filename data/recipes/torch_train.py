@@ -181,34 +181,12 @@ def batches(ids, batch, length, device, generator):
             yield ids[starts[i : i + batch, None] + span].long()
 
 
-def windows(ids, length, eos):
-    """Windows [N, length + 1] over concatenated texts, each from its start, padded with ``eos``.
-
-    Also returns how many targets of each window count.
-    """
-    rows, counts = [], []
-    ends = (ids == eos).nonzero().flatten().tolist()
-    for start, end in zip([-1, *ends[:-1]], ends):
-        text = torch.cat([ids.new_tensor([eos]), ids[start + 1 : end]])
-        for i in range(0, len(text) - 1, length):
-            row = text[i : i + length + 1]
-            counts.append(len(row) - 1)
-            rows.append(torch.cat([row, row.new_full((length + 1 - len(row),), eos)]))
-    return torch.stack(rows).long(), torch.tensor(counts)
-
-
 @torch.no_grad()
-def evaluate(model, rows, counts, nbytes, batch=32):
-    """Bits per byte over ``windows``, and the load of every expert [L, E]."""
-    nats, loads = 0.0, []
-    for some, kept in zip(rows.split(batch), counts.split(batch)):
-        blank = batch - len(some)  # rows that count nothing: one shape, one compilation
-        loss, _, load = model(torch.cat([some, some[:1].expand(blank, -1)]))
-        kept = torch.nn.functional.pad(kept, (0, blank))
-        mask = torch.arange(loss.shape[1], device=rows.device) < kept[:, None]
-        nats += (loss * mask).double().sum().item()
-        loads.append(load)
-    return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
+def evaluate(model, ids, nbytes, length, batch=8):
+    """Bits per byte of concatenated texts, in windows that may begin inside of one."""
+    rows = ids.unfold(0, length + 1, length)
+    losses = [model(some.long())[0].mean() for some in rows.split(batch) if len(some) == batch]
+    return torch.stack(losses).mean().item() / math.log(2) * len(ids) / nbytes
 
 
 def train(data, out, minutes, batch, length, lr, resume, seed=0):
@@ -222,10 +200,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     def load(name):
         return torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int32)).to(device)
 
-    held = {}
-    for name in ("valid", "heldout"):
-        rows, counts = windows(load(name), length, TEXT_CONFIG["eos_token_id"])
-        held[name] = rows.to(device), counts.to(device), manifest[name]["bytes"]
+    held = {n: (load(n), manifest[n]["bytes"], length) for n in ("valid", "heldout")}
     stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
 
     model = Model(TEXT_CONFIG)
@@ -242,7 +217,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     evaluate(model, *held["valid"])
     clock = None
     while spent < minutes * 60:
-        loss, balance, _ = model(next(stream))
+        loss, balance = model(next(stream))
         loss = loss.mean()
         (loss + BALANCE * balance).backward()
         done = spent / (minutes * 60)
@@ -267,7 +242,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
             "tokens_per_s": round(20 * batch * length / (spent - before)),
         }
         if step % 500 == 0:
-            line["valid_bpb"] = round(evaluate(model, *held["valid"])[0], 4)
+            line["valid_bpb"] = round(evaluate(model, *held["valid"]), 4)
             if step % 2000 == 0:
                 export(optimizer.masters, out)  # to resume from, if the machine is lost
             spent = time.perf_counter() - clock
@@ -279,9 +254,8 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     for quantized in (False, True):
         optimizer.write(quantized)
         for name in held:
-            bpb, load = evaluate(model, *held[name])
-            report[f"{name}_bpb_{'4bit' if quantized else 'float'}"] = bpb
-    report["heldout_load_most_least"] = [[row.max().item(), row.min().item()] for row in load]
+            how = "4bit" if quantized else "float"
+            report[f"{name}_bpb_{how}"] = evaluate(model, *held[name])
     export(optimizer.masters, out)
     (out / "training.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report | {"log": len(log)}, indent=1), flush=True)
