@@ -152,8 +152,8 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1) * gate.reshape(B, T, -1).sigmoid())
 
 
-class Dispatch(torch.autograd.Function):
-    """Rows of x [N, D], once for each of their K experts, in the order of the experts.
+class Permute(torch.autograd.Function):
+    """Rows of x [N, D], k times each, in an order [N * k] whose inverse is known.
 
     Both directions are gathers, where autograd would scatter with atomics.
     """
@@ -168,20 +168,6 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad[inverse].view(-1, ctx.k, grad.shape[-1]).sum(1), None, None, None
-
-
-class Undo(torch.autograd.Function):
-    """Rows [N * K, D] back in the order of the tokens."""
-
-    @staticmethod
-    def forward(ctx, y, order, inverse):
-        ctx.save_for_backward(order)
-        return y[inverse]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
 
 
 class Experts(nn.Module):
@@ -206,10 +192,10 @@ class SwitchGLU(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(N * K, device=x.device))
         ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True).int()
         gate_up = torch.cat([self.gate_proj.weight, self.up_proj.weight], dim=1)
-        h = F.grouped_mm(Dispatch.apply(x, order, inverse, K), gate_up.transpose(1, 2), offs=ends)
+        h = F.grouped_mm(Permute.apply(x, order, inverse, K), gate_up.transpose(1, 2), offs=ends)
         gate, up = h.chunk(2, dim=-1)
         y = F.grouped_mm(F.silu(gate) * up, self.down_proj.weight.transpose(1, 2), offs=ends)
-        y = Undo.apply(y, order, inverse).view(N, K, -1)
+        y = Permute.apply(y, inverse, order, 1).view(N, K, -1)
         return (y * scores[..., None].to(y.dtype)).sum(1), ends
 
 
