@@ -1,10 +1,13 @@
 """A server whose model says what a test wants: it thinks and calls tools."""
 
 import json
+import threading
+import time
 from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx_lm
+import pytest
 from fake_served import MODEL, fake_served
 from in_process import listening
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -13,10 +16,12 @@ from transformers import AutoTokenizer
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
+from moelab.commands.server.completions import Chat, Completions
 from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
-from moelab.commands.server.text import Call, Delta
+from moelab.commands.server.text import Call, Delta, Splitter
 
+USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
 CALLS = [Call("call_1", "f", '{"a": "é"}'), Call("call_2", "g", "{}")]
 ANSWERS = {  # what is written, and the items that it makes: thoughts begin with *
@@ -80,43 +85,49 @@ def written(prompt):
 
 
 class Speaker:
-    """An engine that writes a text, a letter at a time, or raises an error after it."""
+    """An engine that tells each text letters, one each ``pause_s`` seconds, and then its end."""
 
-    def __init__(self, said, finish="stop"):
-        self.said, self.finish = said, finish
+    def __init__(self, said="abcd", end="stop", pause_s=0):
+        end = Part(finish=end, usage=USAGE) if isinstance(end, str) else end  # or an error
+        self.events, self.pause_s = [*map(Part, said), end], pause_s
+        self.tells, self.ended = [], []
 
     def begin(self, ask, tell):
-        for letter in self.said:
-            tell(Part(letter))
-        usage = Usage(len(ask.tokens), 1, len(self.said))
-        ended = isinstance(self.finish, str)
-        tell(Part(finish=self.finish, usage=usage) if ended else self.finish)
-        return 1
+        self.tells.append(tell)
+        threading.Thread(target=self._write, args=(tell,), daemon=True).start()
+        return len(self.tells) - 1
+
+    def _write(self, tell):
+        for event in self.events:
+            time.sleep(self.pause_s)
+            if tell not in self.ended:
+                tell(event)
 
     def cancel(self, number):
-        pass
+        self.ended.append(self.tells[number])
 
     check = stop = lambda self: None
 
 
 @contextmanager
 def speaking(*said):
-    """The address of such a server."""
+    """The address of such a server, which speaks all dialects."""
     engine = Speaker(*said)
-    app = http.app(engine, caller(), (Responses, Messages), ())
+    app = http.app(engine, caller(), (Chat, Completions, Responses, Messages), ())
     with listening(app, engine) as url:
         yield url
 
 
 def answered(kind, body, deltas):
     """A whole answer, the events of a stream, and the sum, as the HTTP layer makes them."""
-    made = []
+    made, delta = [], sum(deltas, Delta(usage=USAGE))
     for stream in (False, True):
         request, told, events = kind(body | {"stream": stream}, fake_served()), iter(deltas), []
-        request._splitter.add = lambda part, told=told: next(told)
-        for _ in deltas:
-            events += request.part(0, request.splitters[0].add(Part()))
-        delta = sum(deltas, Delta(usage=Usage(30, 20, 7)))
-        events = [*request.begin(), *events, *request.end([delta])] if stream else []
-        made.append(json.loads(json.dumps(events or request.whole([delta]))))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Splitter, "add", lambda self, part, told=told: next(told))
+            for _ in deltas:
+                written = request.splitters[0].add(Part())
+                events += request.part(0, written) if stream else ()
+        stream = stream and [*request.begin(), *events, *request.end([delta])]
+        made.append(json.loads(json.dumps(stream or request.whole([delta]))))
     return *made, delta

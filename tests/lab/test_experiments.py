@@ -63,13 +63,3 @@ def test_how_experts_were_read_follows_from_the_rows():
     copied = found.loc["copied", ["ms", "wait_ms", "slot_percent", "disk_percent", "page_percent"]]
     assert copied.tolist() == [50, 10, 50, 25, 25]
     assert found.loc["again"].page_percent == 0, "the disk brought more than was needed"
-
-
-@pytest.mark.parametrize("mb", (478, 956, 1530))
-def test_the_replay_hits_what_the_engine_hit(mb):
-    sizes, costs = page_cache.machine_and_model(records.read("cpu_costs_35b"))
-    samples = page_cache.told(records.read(f"cpu_slots_{mb}"))
-    found = page_cache.replayed(samples, sizes, costs)
-    assert (found.hit_rate - found.replayed_hit_rate).abs().max() < 0.05
-    past = found[found["reads"] == page_cache.PAST]
-    assert (past.replayed_disk_MB / past.disk_MB - 1).abs().max() < 0.15

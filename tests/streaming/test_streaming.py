@@ -61,31 +61,21 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """Of this layer and the next one what is not held, while there is room for it."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
-        L = len(session.layers)
-        nbytes = session.layers[0].slots.bank.expert_nbytes
-        monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * nbytes)
-        of = {
-            tuple(layer.slots.bank.places([e]).table[0, :2]): (layer.index, e)
-            for layer in session.layers
-            for e in range(E)
-        }
-
-        def read_ahead(places):
-            found = [of[place] for row in places.table if (place := tuple(row[:2])) in of]
-            assert all(e not in session.layers[i].slots.table.slot_of for i, e in found)
-            asked.append(found)
-
-        monkeypatch.setattr(session.reader, "read_ahead", read_ahead)
+        bank, L = session.layers[0].slots.bank, len(session.layers)
+        monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * bank.expert_nbytes)
+        monkeypatch.setattr(type(bank), "places", lambda bank, experts: (bank, experts))
+        monkeypatch.setattr(session.reader, "read_ahead", asked.append)
+        mx.eval(model(PROMPT[:, :1]))
+        held = [layer.slots.table.slot_of for layer in session.layers]
+        missing = [[e for e in range(E) if e not in slot_of] for slot_of in held]
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
-        assert len(asked) == 2 * L  # before the first layer, and in each for two but in the last
-        assert asked[0] == [(0, e) for e in range(E)][:room]
-        for i in range(L):
-            here, following = asked[1 + 2 * i], asked[2 + 2 * i] if i + 1 < L else []
-            assert {layer for layer, _ in here} == {i}
-            if room > E:
-                assert following == ([(i + 1, e) for e in range(E)] if i + 1 < L else [])
-            else:
-                assert len(here) + len(following) == room
+        index_of = {layer.slots.bank: layer.index for layer in session.layers}
+        found = [(index_of[bank], experts) for bank, experts in asked]
+        # Before the first layer, and in each for two but in the last.
+        assert [i for i, _ in found] == [0, *(n for i in range(L) for n in (i, i + 1))][:-1]
+        assert found[0] == (0, missing[0][:room])
+        for (_, here), (i, following) in zip(found[1::2], found[2::2]):
+            assert following == missing[i][: max(0, room - len(here))]
         asked.clear()
         mx.eval(model(PROMPT[:, :4]))
         assert not asked, "4 tokens need few experts"
@@ -179,7 +169,6 @@ def test_footprint_is_what_load_takes(path, mode):
     "variables, fields",
     [  # and the configuration that they stand for; ``test_bad_environment`` has what is refused
         ("", {"mode": "buffers"}),
-        ("MLX_MOE_STACKED=1 MLX_MOE_CACHE_SLOTS=24", {"mode": "stacked", "slots": 24}),
         ("MLX_MOE_STACKED=1 MLX_MOE_FUSE_GATEUP=1 SWIFTLM_TOP_K=6", {"top_k": 6}),
         ("TEND_MOE_CACHE_SLOTS=24 MLX_MOE_CACHE_SLOTS=24", {"mode": "buffers", "slots": 24}),
         ("TEND_MOE_CACHE_SLOTS=16 MLX_MOE_CACHE_SLOTS=24", None),

@@ -23,7 +23,7 @@ class Ask:
     seed: int | None = None  # None: random numbers of its own
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
     logprobs: int | None = None  # so many of the likeliest tokens with each token; None: nothing
-    echo: bool = False  # with ``logprobs``: the prompt's tokens have log probabilities too
+    echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``
     num_draft_tokens: int | str = "auto"
     # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
