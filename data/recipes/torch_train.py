@@ -123,17 +123,16 @@ class Optimizer:
     """
 
     def __init__(self, model, lr, compiled=True):
-        self.lr, self.steps, self.quantized = lr, 0, False
+        self.lr, self.quantized = lr, False
         self.params = dict(model.named_parameters())
         self.masters = {n: p.detach().float().clone() for n, p in self.params.items()}
         self.m = {n: torch.zeros_like(w) for n, w in self.masters.items()}
-        shapes = {}
+        self.others, self.groups = [], {}  # names; those of matrices by shape
         for n, p in self.params.items():
-            if bits_of(n.removesuffix(".weight")) == BITS:
-                shapes.setdefault(p.shape, []).append(n)
-        self.groups = list(shapes.values())
-        matrices = {n for names in self.groups for n in names}
-        self.v = {n: torch.zeros_like(w) for n, w in self.masters.items() if n not in matrices}
+            is_matrix = bits_of(n.removesuffix(".weight")) == BITS
+            (self.groups.setdefault(p.shape, []) if is_matrix else self.others).append(n)
+        others = [self.masters[n] for n in self.others]
+        self.adam = torch.optim.Adam(others, betas=(0.9, 0.95), eps=1e-10)
         self.orthogonal, self.rounded = orthogonal, rounded
         if torch.cuda.is_available():
             self.rounded = torch.compile(rounded, dynamic=False)
@@ -144,9 +143,8 @@ class Optimizer:
     def step(self, scale):
         """One update from the parameters' gradients, with the learning rate times ``scale``."""
         lr = self.lr * scale
-        self.steps += 1
         grads = {n: p.grad.float() for n, p in self.params.items()}
-        for names in self.groups:
+        for names in self.groups.values():
             g, m, w = ([d[n] for n in names] for d in (grads, self.m, self.masters))
             torch._foreach_lerp_(m, g, 0.05)
             nesterov = torch._foreach_lerp(g, m, 0.95)
@@ -154,12 +152,10 @@ class Optimizer:
             size = 0.2 * max(update.shape[-2:]) ** 0.5
             torch._foreach_mul_(w, 1 - lr * DECAY)
             torch._foreach_add_(w, list(update.float().unbind()), alpha=-lr * size)
-        g, m, v, w = ([d[n] for n in self.v] for d in (grads, self.m, self.v, self.masters))
-        torch._foreach_lerp_(m, g, 0.1)
-        torch._foreach_lerp_(v, torch._foreach_mul(g, g), 0.05)
-        root = torch._foreach_sqrt(torch._foreach_div(v, 1 - 0.95**self.steps))
-        torch._foreach_add_(root, 1e-10)
-        torch._foreach_addcdiv_(w, m, root, value=-lr / (1 - 0.9**self.steps))
+        for n in self.others:
+            self.masters[n].grad = grads[n]
+        self.adam.param_groups[0]["lr"] = lr
+        self.adam.step()
         self.write(self.quantized)
 
     @torch.no_grad()
