@@ -11,7 +11,7 @@ from moelab.hooks import hooked
 
 
 class Double(nn.Module):
-    """A module with a parameter, a call and another method."""
+    """A module with a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -19,9 +19,6 @@ class Double(nn.Module):
 
     def __call__(self, x, times=1):
         return x * self.weight.item() * times
-
-    def shifted(self, x):
-        return self(x) + 1
 
 
 def add(n):
@@ -70,16 +67,6 @@ def test_hooks_end_in_any_order(order):
         hooks[i].remove()
         left -= amounts[i]
     assert module(3) == 6 and type(module) is Double and not hasattr(module, "_hooks")
-
-
-def test_another_method():
-    module = Double()
-    with hooked(module, times(10), method="shifted"):
-        assert (module(3), module.shifted(3)) == (6, 70)
-        with hooked(module, add(1)):  # which the method calls
-            assert (module(3), module.shifted(3)) == (7, 80)
-        assert (module(3), module.shifted(3)) == (6, 70)
-    assert module.shifted(3) == 7 and type(module) is Double
 
 
 def test_a_hooked_module_keeps_its_parameters_and_takes_new_ones():

@@ -52,7 +52,6 @@ ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
 # Damage
 
-
 DECODER = json.JSONDecoder()
 TOKEN, COLON = re.compile(r'"(?:[^"\\]|\\.)*"|[-\w.+]+|[\[{]'), re.compile(r"\s*:\s*")
 VALUES = [  # JSON, and what looks like it
@@ -160,6 +159,10 @@ def damage_header(data, rng):
     return len(header).to_bytes(8, "little") + header + rest
 
 
+SHAPES = (b"(10000000000, 1, 1)", b"(-1, 1, 1)", b"(2, 2)", b"()", b"(True,)", b"(1e9,)")
+SHAPES += (b"(" * 200 + b")" * 200,)
+
+
 def npy(array):
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=True)
@@ -190,11 +193,7 @@ def damage_trace(data, rng):
         for name, array in files.items():
             content = npy(array)
             if how == "header" and array is a:
-                shapes = ("(10000000000, 1, 1)", "(-1, 1, 1)", "(2, 2)", "()", "(True,)", "(1e9,)")
-                new = rng.choice((*shapes, "(" * 200 + ")" * 200)).encode()
-                at, end = content.index(b"(", 10), content.index(b")", 10) + 1
-                header = content[10:at] + new + content[end:128].rstrip()
-                header = header.ljust(max(118, len(header)))
+                header = re.sub(rb"\(.*\)", rng.choice(SHAPES), content[10:128].rstrip()).ljust(118)
                 content = content[:8] + len(header).to_bytes(2, "little") + header + content[128:]
             z.writestr(f"{name}.npy", content)
     return out.getvalue()
