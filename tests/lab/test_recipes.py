@@ -9,7 +9,6 @@ import pytest
 from moelab import DATA, StreamConfig
 from moelab.lab import records
 from moelab.lab.experiments import bench
-from moelab.speculation.drafts import LookupDraft
 from moelab.streaming.layers import Stacked
 
 TINY, CODE = DATA / "models" / "tiny-moe", DATA / "traces" / "code.npz"
@@ -57,11 +56,10 @@ def test_the_record_is_what_is_predicted_now():
 
 
 def test_a_pass_that_is_not_exact_is_seen(monkeypatch):
-    few = {"passes": 2, "tokens": 4, "sizes": (2, 12)}
-    made = exactness.soak(TINY, config := StreamConfig(mode="fused", slots=8), **few)
-    made += exactness.texts(TINY, config, LookupDraft, drafts=(2,), n=1, tokens=6)
-    assert all(row["equal"] == row["n"] for row in made) and len(made) == 4
+    config = StreamConfig(mode="fused", slots=8)
+    made = exactness.soak(TINY, config, passes=2, sizes=(2, 12))
+    assert all(row["equal"] == row["n"] for row in made) and len(made) == 2
     compute = Stacked.forward
     monkeypatch.setattr(Stacked, "forward", lambda *args: compute(*args) * 1.01)
-    made = exactness.soak(TINY, config, **few)
-    assert sum(row["equal"] for row in made if row["what"] == "random passes") == 0
+    made = exactness.soak(TINY, config, passes=2, sizes=(2, 12))
+    assert sum(row["equal"] for row in made) == 0
