@@ -16,6 +16,7 @@ import rank_processes as ranks
 
 from moelab import DATA
 from moelab.__main__ import main
+from moelab.lab.ranks import environments, hosts
 
 MODEL = str(DATA / "models/tiny-moe")
 PROMPT = "def add(a, b):"
@@ -32,7 +33,7 @@ def alone(max_tokens, *options):
 
 def test_generate_under_mlx_launch():
     """Sampled, with drafts whose number rank 0's policy chooses; rank 0 alone prints."""
-    port = ranks.hosts(2)[0][0].partition(":")[2]
+    port = hosts(2)[0][0].partition(":")[2]
     command = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring"]
     command += ["--starting-port", port, "--", sys.executable, "-m", "moelab", "generate", MODEL]
     options = ["--draft", "lookup", "--temp", "0.6", "--seed", "3"]
@@ -48,8 +49,8 @@ def test_prompts_that_differ(tmp_path):
     """Ranks that were started with other prompts are told apart."""
     commands = [["-m", "moelab", "generate", MODEL, "--prompt", p, *SETTINGS] for p in "ab"]
     for rank in ranks.finish(ranks.start(commands, tmp_path), 60):
-        assert rank.code == 1 and rank.out == ""
-        assert "moelab: prompt: expected the same on all ranks, got 'a', " in rank.err
+        assert rank.returncode == 1 and rank.stdout == ""
+        assert "moelab: prompt: expected the same on all ranks, got 'a', " in rank.stderr
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
@@ -98,7 +99,7 @@ def test_serve(served):
         assert complete(client, **more).choices[0].text + "\n" == expected
     for process in processes:
         process.send_signal(signal.SIGINT)
-    assert [rank.code for rank in ranks.finish(processes, 30)] == [0, 0]
+    assert [rank.returncode for rank in ranks.finish(processes, 30)] == [0, 0]
 
 
 def test_a_rank_of_serve_that_is_killed(served):
@@ -111,14 +112,15 @@ def test_a_rank_of_serve_that_is_killed(served):
     with pytest.raises(openai.APIError, match="another rank has ended"):
         list(stream)
     first, _ = ranks.finish(processes, 30)
-    assert first.code == 1 and first.err.count("moelab: rank 0 of 2: another rank has ended") == 1
-    assert "Traceback" not in first.err and time.monotonic() - begin < 15
+    said = "moelab: rank 0 of 2: another rank has ended"
+    assert first.returncode == 1 and first.stderr.count(said) == 1
+    assert "Traceback" not in first.stderr and time.monotonic() - begin < 15
 
 
 def test_a_rank_that_never_starts(tmp_path):
     """MLX waits for it in native code; the others say so first, and end all the same."""
     program = "from moelab.streaming import ranks; ranks.LOADING_S = 3; ranks.joined()"
-    first, _ = ranks.environments(2, tmp_path)
+    first, _ = environments(2, tmp_path)
     command, env = [sys.executable, "-c", program], {**os.environ, **first}
     alone = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     (said,) = alone.stderr.splitlines()

@@ -101,7 +101,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
     drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
     assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes
     kept = Mock(side_effect=Prompts)
-    monkeypatch.setattr("moelab.commands.server.prompts.Prompts", kept)
+    monkeypatch.setattr("moelab.commands.serve.Prompts", kept)
 
     def prompts(*options):
         """How many a server keeps, their memory, and what they leave free."""
@@ -112,7 +112,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
         free = planned.reserved_nbytes + RESERVE_NBYTES
         assert prompts(*memory, *size, *options) == (3, planned.all_caches_nbytes, free)
         assert f"slots={planned.slots} of 64" in capsys.readouterr().err
-    assert prompts(*SLOTS, "--use-default-chat-template") == (10, sys.maxsize, 0)
+    assert prompts(*SLOTS) == (10, sys.maxsize, 0)
     assert prompts(*memory, "--prompt-cache-bytes", "0")[1] == 0
 
 

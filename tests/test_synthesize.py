@@ -71,21 +71,6 @@ def test_the_layout_is_the_one_that_mlx_lm_writes(tmp_path, write):
     assert config["quantization"]["language_model.model.layers.0.mlp.gate"]["bits"] == 8
 
 
-@pytest.mark.parametrize(
-    ("like", "nbytes_of_an_expert"), [("qwen3.5-35b-a3b", 1769472), ("qwen3-30b-a3b", 2654208)]
-)
-def test_real_shapes(like, nbytes_of_an_expert):
-    config = S.CONFIGS[like]
-    text = config.get("text_config", config)
-    D, F, E = (text[k] for k in ("hidden_size", "moe_intermediate_size", "num_experts"))
-    tensors, _ = S.plan(config)
-    expert = [t for t in tensors if ".layers.0." in t.name and ".switch_mlp." in t.name]
-    assert len(expert) == 9
-    assert sum(t.nbytes for t in expert) // E == nbytes_of_an_expert == 3 * D * F * 36 // 64
-    assert {t.shape for t in expert if t.name.endswith("gate_proj.weight")} == {(E, F, D // 8)}
-    assert {t.shape for t in expert if t.name.endswith("down_proj.scales")} == {(E, D, F // 64)}
-
-
 def test_shards_and_seeds(write, monkeypatch):
     whole, again, other = (write(f"{seed}{i}", seed=seed) for i, seed in enumerate((1, 1, 2)))
     one_by_one = lambda tensors: [{name: t} for name, t in tensors.items()]  # noqa: E731
@@ -103,7 +88,6 @@ def test_shards_and_seeds(write, monkeypatch):
 
 def test_larger_vocabulary_never_decodes_what_the_tokenizer_cannot_write(write):
     model, tok = mlx_lm.load(str(write(vocab=512)))
-    model.set_dtype(mx.float32)
     logits = model(mx.array([[5, 6, 7]]))[0, -1]
     assert logits.shape == (512,)
     assert mx.all(logits[len(tok) :] == 0) and logits[tok.eos_token_id].item() == 0
@@ -150,27 +134,13 @@ def test_bad_arguments(tmp_path, tokenizer, kwargs, error, message):
 # Routers that follow a trace
 
 
-def wider():
-    """Enough dimensions for codes of 192 tokens of a trace, and enough experts for locality."""
-    config = small()
-    config["text_config"].update(hidden_size=512, num_experts=32)
-    return config
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory, tokenizer):
-    """The same checkpoint with random routers and with a trace's; the trace in its tokenizer."""
+def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
+    """With enough dimensions for codes of 192 tokens of the trace, and enough experts."""
     trace = recorded_trace("code")[:400]
     few = np.unique(trace.tokens, return_inverse=True)[1]  # ids below a small vocabulary
-    trace = replace(trace, tokens=few)
-    settings = dict(config=wider(), vocab=400, tokenizer=tokenizer, progress=False)
-    folder = tmp_path_factory.mktemp("traced")
-    plain = S.synthesize(folder / "plain", **settings)
-    return plain, S.synthesize(folder / "followed", routing=trace, **settings), trace
-
-
-def test_fed_the_traces_text_the_routers_choose_with_its_locality(traced):
-    _, path, trace = traced
+    trace, config = replace(trace, tokens=few), small()
+    config["text_config"].update(hidden_size=512, num_experts=32)
+    path = write(config=config, vocab=400, routing=trace)
     ids = trace.tokens.tolist()
     model, _ = moelab.load(path, StreamConfig(slots=8, policy="lru", dtype="float32"))
     with model, moelab.record(model) as routed:
@@ -181,33 +151,11 @@ def test_fed_the_traces_text_the_routers_choose_with_its_locality(traced):
     planned = by_token.fit(trace, 4, 32, 4, 400, 256).route(trace.tokens)
     assert np.array_equal(np.sort(routed.experts, -1), np.sort(planned.experts, -1))
     wanted = by_token.hit_rate(trace, 128)[np.arange(4) * layers // 4].mean()
-    assert by_token.hit_rate(routed, 128).mean() == pytest.approx(wanted, abs=0.06)
-    assert engine.hit_rate == pytest.approx(wanted, abs=0.06)
+    facts = json.loads((path / "config.json").read_text())["moelab_synthetic"]["routing"]
+    rates = facts["lru_hit_rate_of_the_trace"], facts["lru_hit_rate"], engine.hit_rate
+    for rate in (*rates, by_token.hit_rate(routed, 128).mean()):
+        assert rate == pytest.approx(wanted, abs=0.06)
     assert says_something(mlx_lm.load(str(path))[0], ids[:32])
-
-
-def test_routers_of_a_trace_change_nothing_else(traced):
-    """Than the dimensions that are reserved for them: the first 256."""
-    plain, followed, _ = traced
-    a, b = (mx.load(str(p / "model.safetensors")) for p in (plain, followed))
-    like = [{k: (v.shape, v.dtype) for k, v in weights.items()} for weights in (a, b)]
-    assert like[0] == like[1]
-    for name in a:
-        x, y = np.array(a[name].view(mx.uint8)), np.array(b[name].view(mx.uint8))
-        path, leaf = name.rpartition(".")[::2]
-        if path.endswith(("embed_tokens", "mlp.gate")):
-            columns = x.shape[-1] // 2
-            assert not np.array_equal(x[..., :columns], y[..., :columns])
-            x, y = x[..., columns:], y[..., columns:]
-            if path.endswith("gate") and leaf != "weight":
-                assert not y.any(), "it reads the reserved dimensions only"
-                continue
-        elif path.endswith(("o_proj", "out_proj", "down_proj")) and leaf != "weight":
-            assert not y[..., :256, :].any() and x[..., :256, :].any()
-            x, y = x[..., 256:, :], y[..., 256:, :]
-        assert np.array_equal(x, y), name
-    facts = json.loads((followed / "config.json").read_text())["moelab_synthetic"]["routing"]
-    assert facts["lru_hit_rate"] == pytest.approx(facts["lru_hit_rate_of_the_trace"], abs=0.06)
 
 
 def test_a_trace_that_does_not_fit_is_refused(tmp_path, write):

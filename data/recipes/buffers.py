@@ -1,16 +1,20 @@
 """A dense and an MoE model of the same size under MLX's settings of command buffers, on a GPU.
 
-    python data/recipes/buffers.py OUT.json          how long a token takes, by setting
-    python data/recipes/buffers.py OUT.json MODEL    the operations of their layers, and of MODEL's
+    python data/recipes/buffers.py OUT.json                  a token's seconds, by setting
+    python data/recipes/buffers.py OUT.json MODEL            operations in their layers and MODEL's
+    python data/recipes/buffers.py OUT.json MODEL kernels    a token's seconds on the GPU, by kernel
 
 Notebook 01 reads the records. MLX reads these settings once, so each has a process of its own.
+CUPTI counts the kernels, through ``torch.profiler``.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -32,6 +36,15 @@ SETTINGS = {
     "5 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "5"},
     "1000 a buffer": {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "100000"},
     "no CUDA graphs": {"MLX_USE_CUDA_GRAPHS": "0"},
+}
+KINDS = {  # kinds of kernels, by words in their names
+    "products of experts": "qmm_",
+    "other products": "qmv|gemv|gemm",
+    "norms, softmax, sums": "rms_norm|softmax|reduce",
+    "sorts": "sort",
+    "copies": "copy|gather|scatter|arange|concat",
+    "recurrence, convolution": "gated_delta|conv",
+    "other elementwise": "",
 }
 
 
@@ -96,10 +109,14 @@ def here(tokens=48, rounds=10):
     return records.as_json(made.drop(columns="variant"))["rows"]
 
 
+def resident(path):
+    """Load a model with every expert in memory and MLX's kernels."""
+    return moelab.load(path, moelab.StreamConfig(mode="resident", kernels="mlx"))[0]
+
+
 def count(path):
     """The operations of each layer of both models, and of a checkpoint, in MLX's graph."""
-    model, _ = moelab.load(path, moelab.StreamConfig(mode="resident", kernels="mlx"))
-    models = dense_and_moe(layers=1) | {Path(path).name: model}
+    models = dense_and_moe(layers=1) | {Path(path).name: resident(path)}
     rows = [
         {"variant": name, "layer": layer, "operations": sum(kinds.values())} | kinds
         for name, counted in models.items()
@@ -108,9 +125,34 @@ def count(path):
     return records.Running("count").table(rows)
 
 
-def main(out, path=None):
+def kernels(path, tokens=64, rounds=5):
+    """The GPU's seconds in a decoded token by kind of kernel, those of a short prompt included."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = resident(path)
+    loop(model, tokens)
+    running, rows = records.Running("kernels", {"model": Path(path).name, "tokens": tokens}), []
+    for i in range(rounds):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            loop(model, tokens)
+            mx.synchronize()
+        num, seconds = Counter(), Counter()
+        for event in profiled.key_averages():
+            name = re.split("[(<]", event.key)[0]
+            kind = next(kind for kind, words in KINDS.items() if re.search(words, name))
+            if event.self_device_time_total:
+                num[kind] += event.count / tokens
+                seconds[kind] += event.self_device_time_total / 1e6 / tokens
+        rows += [
+            {"variant": kind, "round": i, "kernels": num[kind], "device_s": seconds[kind]}
+            for kind in KINDS
+        ]
+    return running.table(rows)
+
+
+def main(out, path=None, work="count"):
     if path:
-        return records.save(out, count(path))
+        return records.save(out, {"count": count, "kernels": kernels}[work](path))
     if out == "here":
         return print(json.dumps(here()))
     running, rows = records.Running("buffers"), []

@@ -1,4 +1,4 @@
-"""Our own speeds and prompts beside what a plan with costs of the same machine says of them.
+"""Our own speeds beside what a plan with costs of the same machine says of them.
 
     python data/recipes/planned_own.py OUT.json
 
@@ -12,7 +12,6 @@ import pandas as pd
 
 from moelab.lab import records
 from moelab.lab.experiments import page_cache
-from moelab.replay.machine import Machine
 
 # Where, and the records of the machine's costs and of speeds by slots; layers of the model.
 OWN = (
@@ -41,22 +40,6 @@ def own():
             rows.append((where, variant, 1e3 / one.ms, 1e3 / one.replayed_ms))
     out = pd.DataFrame(rows, columns=["where", "variant", "measured_tok_s", "planned_tok_s"])
     return out.assign(factor=np.exp(abs(np.log(out.planned_tok_s / out.measured_tok_s))))
-
-
-def own_prompts():
-    """Our own cold prompts, and by what factor they lie outside of the planned range."""
-    reads = records.read("cpu_reads_35b").groupby("variant").bytes_per_s.median()
-    machine = Machine.cpu(24 * 2**30, reads["fio direct, experts, 8 in flight"], cores=2)
-    sizes, _ = page_cache.machine_and_model(records.read("cuda_costs_35b"))  # the same model
-    rows = []
-    for record in ("cpu_prompt_cold_35b", "cpu_prompt_956"):
-        samples = records.read(record)
-        samples = samples[samples["mode"] == "fused"]
-        for tokens, part in samples.groupby("prompt_tokens"):
-            least, most = machine.prompt_s(sizes, int(tokens), int(part.slots.median()))
-            first = part.prefill_s.median()
-            rows.append((record, tokens, first, max(1, least / first, first / most)))
-    return pd.DataFrame(rows, columns=["record", "prompt_tokens", "first_token_s", "factor"])
 
 
 def main(out):

@@ -2,9 +2,10 @@
 
     python data/recipes/published.py OUT.json
 
-The rows are ``data/published.csv``'s. This was fixed before anything was fitted: which rows count
-(``why_not``), on which sources the planner's constants are fitted and on which it is judged
-(``side``), and how (``by_source``, ``GOALS``).
+The rows are ``data/published.csv``'s. This was fixed before anything was fitted (by ``fit`` and
+``fit_zipf`` of this file at 6fe0031): which rows count (``why_not``), on which sources the
+planner's constants are fitted and on which it is judged (``side``), and how (``by_source``,
+``GOALS``).
 
 In the file ``verified`` is ``record read`` (the authors' dated records or benchmark pages),
 ``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours); ``ssd_from``
@@ -12,26 +13,16 @@ says whose the SSD's rate is, and ``contradicts`` names a row that says otherwis
 authors'; an empty field is not in the source.
 """
 
-import functools
 import hashlib
 import re
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
 from moelab.lab import records
 from moelab.lab.models import named_sizes
-from moelab.replay import eviction
-from moelab.replay.machine import (
-    CHIPS,
-    COPY_BYTES_PER_S,
-    LAYER_S,
-    WAIT_S,
-    Machine,
-    typical_trace,
-)
+from moelab.replay.machine import CHIPS, Machine, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
 
@@ -216,78 +207,12 @@ def predicted():
     )
 
 
-def fit(table, rounds=4000):
-    """Fit the constants of a Mac to the rows of ``fit``, by random changes.
-
-    A token's time is a sum over the constants, so each row is a few numbers. Minimized is the mean
-    square of log(predicted / published), in which each source weighs the same.
-    """
-    table = table[(table.side == "fit") & ~table.machine.isin(CORES)]
-    parts = np.array([_parts(row) for _, row in table.iterrows()])
-    published_s = 1 / table.tok_s.to_numpy()
-    weight = 1 / table.groupby("group").tok_s.transform("size").to_numpy()
-    rng, best, least = np.random.default_rng(0), np.ones(3), float("inf")
-    for i in range(rounds):
-        step = rng.normal(0, 0.3 * (1 - i / rounds), 3) * (rng.random(3) < 0.5)
-        tried = best * np.exp(step)
-        error = weight @ np.log((parts[:, 0] + parts[:, 1:] @ tried) / published_s) ** 2
-        if error < least:
-            best, least = tried, error
-    return {
-        "LAYER_S": LAYER_S * float(best[0]),
-        "WAIT_S": WAIT_S * float(best[1]),
-        "COPY_BYTES_PER_S": COPY_BYTES_PER_S / float(best[2]),
-    }
-
-
-def fit_zipf(tried):
-    """Choose ``ZIPF`` of ``replay.machine`` from ``tried``; also its error in hit rates (RMS).
-
-    It is fitted to the rows of ``fit`` that count and name a hit rate and the experts held.
-    """
-    table = rows()
-    said = table.hit_rate.gt(0) & table.hit_rate.lt(1)
-    table = table[said & (table.side == "fit") & (table.why_not == "")]
-    kept = [(row, replace(sizes := sizes_of(row), L=3), _held(row, sizes))
-            for _, row in table.iterrows() if row.slots_or_cache != "page cache"]  # fmt: skip
-
-    @functools.cache
-    def trace(sizes, zipf):
-        return typical_trace(sizes, TOKENS, zipf=zipf).experts
-
-    def off(zipf):
-        got = [
-            eviction.held(trace(sizes, zipf), sizes.E, slots, _policy(row))[TOKENS // 2 :].mean()
-            for row, sizes, slots in kept
-        ]
-        return float(np.sqrt(np.mean((got - table.hit_rate[[r.name for r, _, _ in kept]]) ** 2)))
-
-    errors = {float(zipf): off(zipf) for zipf in tried}
-    best = min(errors, key=errors.get)
-    return best, errors[best]
-
-
-def _policy(row):
-    return "lfu" if " pin" in row.slots_or_cache else "lru"  # the most popular are pinned
-
-
-def _parts(row):
-    """Seconds of a row's token: those without the constants, and those that each constant adds."""
-    found, machine = row.replay, machine_of(row)
-    layers_s = sizes_of(row).layers * machine.layer_s
-    _, copies_s, waits_s = machine.reads_s(found)
-    return found.mean_s - layers_s - waits_s - copies_s, layers_s, waits_s, copies_s
-
-
 def main(out):
     running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
     table = predicted()
     sources = by_source(table)
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
     text += f"\nwith the engine known: {reached(sources, 'engine_known')}"
-    zipf, off = fit_zipf(np.arange(0.9, 1.31, 0.02))
-    text += f"\n\nfitted: {fit(table)}, ZIPF {zipf:.2f}"
-    text += f" (hit rates off by {off:.2f})"
     table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
     kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
     kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]

@@ -2,17 +2,10 @@
 
     python data/recipes/reads.py OUT.json MODEL DEPTHS MEGABYTES ROUNDS
 
-DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. fio is left
-out if it is not installed. The kinds of reads:
-
-- ``experts``: all parts of each expert, parts that lie together in one read, as streaming reads
-  them: large weights and small scales, or one piece where the model is packed. Eight experts in a
-  call, as a layer asks for them.
-- ``experts, 32 a call``: as a prompt asks for them, so that fewer calls wait for a last read.
-- ``weights``: the weights alone.
-
-fio reads with the same sizes and depth and never waits: each thread reads one block at a time,
-through the page cache as we do (``buffered``) or past it (``direct``, blocks rounded to pages).
+DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. All parts of
+an expert are read, parts that lie together in one read, as streaming reads them, and eight experts
+in a call, as a layer asks for them. fio, if it is there, reads with the same sizes and depth and
+never waits: each thread reads one block at a time, past the page cache, rounded to pages.
 """
 
 import json
@@ -33,47 +26,35 @@ from moelab.streaming.reading.ranges import Ranges
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency.bank import ranges
 
-WEIGHTS = "weights"
-A_CALL = {"experts": 8, "experts, 32 a call": 32, WEIGHTS: 8}  # experts in a call, by kind
+A_CALL = 8  # experts in a call
 PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of so many bytes
-MOELAB, FIO_BUFFERED, FIO_DIRECT = "moelab", "fio buffered", "fio direct"
 
 
 def bench_reads(path, depths, nbytes, rounds):
     """Read whole experts with each reader; a row is a run."""
-    path = folder(path)
+    path, fio = folder(path), shutil.which("fio")
     file, layers = _experts_of_largest_file(path)
-    fio = shutil.which("fio")
-    pieces = {
-        kind: [
-            _pieces([t for t in parts if kind != WEIGHTS or t.name.endswith("weight")])
-            for parts in layers
-        ]
-        for kind in A_CALL
-    }
-    sizes = {k: sorted({t.nbytes for parts in its for t in parts}) for k, its in pieces.items()}
+    sizes = sorted({t.nbytes for parts in layers for t in parts})
     settings = {"model": path.name, "file": file.name, "cache_state": "cold", "fio": bool(fio)}
     settings |= {"nbytes_a_run": nbytes, "block_sizes": sizes}
 
-    def run(by, kind, depth, i):
+    def run(by, depth, i):
         order = random.Random(f"0, {i}")
-        if by == MOELAB:
-            speed = _read_experts(file, pieces[kind], depth, nbytes, order, A_CALL[kind])
+        if by == "moelab":
+            speed = _read_experts(file, layers, depth, nbytes, order)
         else:
-            direct, fio_seed = by == FIO_DIRECT, order.randrange(1 << 30)
-            speed = _fio(fio, file, pieces[kind][0], depth, nbytes, direct, fio_seed)
-        return {"reader": by, "kind": kind, "depth": depth, "bytes_per_s": speed}
+            speed = _fio(fio, file, layers[0], depth, nbytes, order.randrange(1 << 30))
+        return {"reader": by, "kind": "experts", "depth": depth, "bytes_per_s": speed}
 
     variants = {
-        f"{by}, {kind}, {depth} in flight": partial(run, by, kind, depth)
-        for by, kind, depth in product((MOELAB, FIO_BUFFERED, FIO_DIRECT), A_CALL, depths)
-        if fio or by == MOELAB
+        f"{by}, experts, {depth} in flight": partial(run, by, depth)
+        for by, depth in product(("moelab", "fio direct") if fio else ("moelab",), depths)
     }
     return records.interleave("reads", variants, rounds, settings, 0, progress=True)
 
 
 def _experts_of_largest_file(path):
-    """The largest file with experts, and the parts of each layer's experts in it."""
+    """The largest file with experts, and what is read of each layer's experts in it."""
     checkpoint = Checkpoint(path)
     model, _ = mlx_lm_model(checkpoint)
     located = locate_experts(model, checkpoint)
@@ -83,7 +64,7 @@ def _experts_of_largest_file(path):
         [t for name, t in here.items() if name.startswith(layer + ".")]
         for layer, _ in expert_modules(model)
     )
-    return file, [parts for parts in layers if parts]
+    return file, [_pieces(parts) for parts in layers if parts]
 
 
 def _pieces(parts):
@@ -95,13 +76,13 @@ def _pieces(parts):
     ]
 
 
-def _read_experts(file, layers, depth, nbytes, order, a_call):
-    """Bytes per second of distinct experts in random order, ``a_call`` of them in each call."""
+def _read_experts(file, layers, depth, nbytes, order):
+    """Bytes per second of distinct experts in random order."""
     places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
     order.shuffle(places)
     one = max(sum(t.nbytes for t in parts) for parts in layers)
-    places = places[: max(a_call, nbytes // one)]
-    buffers = [memoryview(bytearray(one)) for _ in range(a_call)]
+    places = places[: max(A_CALL, nbytes // one)]
+    buffers = [memoryview(bytearray(one)) for _ in range(A_CALL)]
     for view in buffers:  # touch the memory, so that it is there before the clock starts
         view[::PAGE_NBYTES] = b"\0" * len(view[::PAGE_NBYTES])
     reader = Reader(depth)
@@ -109,9 +90,9 @@ def _read_experts(file, layers, depth, nbytes, order, a_call):
         opened = reader.open(file)
         oscache.drop_pages(file)
         begin = time.perf_counter()
-        for first in range(0, len(places), a_call):
+        for first in range(0, len(places), A_CALL):
             reads = []
-            for (parts, e), view in zip(places[first : first + a_call], buffers):
+            for (parts, e), view in zip(places[first : first + A_CALL], buffers):
                 for t in parts:
                     reads.append((opened, t.offsets[e], [view[: t.nbytes]]))
                     view = view[t.nbytes :]
@@ -121,7 +102,7 @@ def _read_experts(file, layers, depth, nbytes, order, a_call):
         reader.close()
 
 
-def _fio(fio, file, parts, depth, nbytes, direct, seed):
+def _fio(fio, file, parts, depth, nbytes, seed):
     """Bytes per second of fio's random reads of these sizes, ``depth`` threads of one read each."""
     sizes = [-(-t.nbytes // PAGE_NBYTES) * PAGE_NBYTES for t in parts]
     split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
@@ -133,7 +114,7 @@ def _fio(fio, file, parts, depth, nbytes, direct, seed):
         "rw": "randread",
         "ioengine": "psync",
         "numjobs": depth,
-        "direct": int(direct),
+        "direct": 1,
         "invalidate": 1,
         "output-format": "json",
         "size": part,

@@ -5,14 +5,15 @@
     python data/recipes/torch_drafts.py build/drafts data/models/tiny-moe OUT       # on a CUDA GPU
     python data/recipes/tiny_drafts.py pack OUT data/models/tiny-moe data/models    # anywhere
 
-The drafts learn what the 4-bit target itself writes. ``torch_drafts`` needs PyTorch, fla-core and
-moelab (any build of MLX) for the prompts to measure on; ``pack`` needs MLX.
+The drafts learn what the 4-bit target itself writes. ``torch_drafts`` needs PyTorch and fla-core,
+and neither MLX nor moelab; ``pack`` needs MLX. ``python -m moelab bench --draft`` measures
+how many tokens of a draft are accepted.
 """
 
-import argparse
 import hashlib
 import json
 import shutil
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -38,20 +39,14 @@ CONFIG = {
     "pad_token_id": TEXT_CONFIG["pad_token_id"],
     "eos_token_id": TEXT_CONFIG["eos_token_id"],
 }
-# What is trained side by side: name, decoder layers, and target layers read (evenly spaced from 1
-# to L - 3, except in dflash4late).
-CANDIDATES = {
-    "dflash2": (2, [1, 5]),
-    "dflash3": (3, [1, 3, 5]),
-    "dflash4": (4, [1, 2, 4, 5]),
-    "dflash4late": (4, [1, 3, 5, 7]),
-    "draft3": (3, None),
-}
+# Decoder layers, target layers read (None: an autoregressive draft), and highest learning rate.
+DRAFTS = {"tiny-dflash": (4, [1, 2, 4, 5], 0.016), "tiny-draft": (3, None, 0.008)}
+NBYTES = 187_000_000  # of text
 
 
 def config_of(name):
-    """Config of a candidate as its ``config.json`` will have it."""
-    depth, ids = CANDIDATES[name]
+    """Config of a draft as its ``config.json`` will have it."""
+    depth, ids, _ = DRAFTS[name]
     config = CONFIG | {"num_hidden_layers": depth}
     if ids is None:
         return config | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
@@ -68,11 +63,11 @@ def config_of(name):
     }
 
 
-def write_text(site, model_dir, out, nbytes):
+def write_text(site, model_dir, out):
     """Write token ids of the corpus in the target's vocabulary, and ``manifest.json``.
 
     ``site`` is what ``pip install --target`` filled. Files are taken in the order of their names'
-    hashes, until they have ``nbytes`` of text.
+    hashes, until they have ``NBYTES`` of text.
     """
     import numpy as np
     from transformers import AutoTokenizer
@@ -85,7 +80,7 @@ def write_text(site, model_dir, out, nbytes):
     splits["train"].sort(key=lambda d: hashlib.sha256(f"{d[0]}/{d[1]}".encode()).digest())
     train, used = [], Counter()
     for package, _, text in splits["train"]:
-        if used.total() > nbytes:
+        if used.total() > NBYTES:
             break
         if corpus.overlap(text, reserved) <= 0.05:
             train.append(text)
@@ -100,56 +95,35 @@ def write_text(site, model_dir, out, nbytes):
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
-def pack(trained, model_dir, out, dflash, draft):
-    """Write ``tiny-dflash`` and ``tiny-draft`` from two trained candidates.
-
-    tiny-draft has the target's tokenizer and embedding.
-    """
+def pack(trained, model_dir, out):
+    """Write ``tiny-dflash`` and ``tiny-draft``, which has the target's tokenizer and embedding."""
     import mlx.core as mx
     import mlx_lm
     from mlx_lm.models.qwen3 import Model, ModelArgs
     from mlx_lm.utils import quantize_model, save_config, save_model
 
-    folder = out / "tiny-dflash"
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(trained / f"{dflash}.safetensors", folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config_of(dflash), indent=2) + "\n")
+    dflash, draft = (out / name for name in DRAFTS)
+    dflash.mkdir(parents=True, exist_ok=True)
+    shutil.copy(trained / "tiny-dflash.safetensors", dflash / "model.safetensors")
+    (dflash / "config.json").write_text(json.dumps(config_of("tiny-dflash"), indent=2) + "\n")
 
     target, _ = mlx_lm.load(str(model_dir))
     e = target.language_model.model.embed_tokens
     embedding = mx.dequantize(e.weight, e.scales, e.biases, e.group_size, e.bits)
-    model = Model(ModelArgs.from_dict(config_of(draft)))
-    weights = {f"model.{k}": w for k, w in mx.load(str(trained / f"{draft}.safetensors")).items()}
+    config = config_of("tiny-draft")
+    model, weights = (
+        Model(ModelArgs.from_dict(config)),
+        mx.load(f"{trained}/tiny-draft.safetensors"),
+    )
+    weights = {f"model.{name}": w for name, w in weights.items()}
     model.load_weights([*weights.items(), ("model.embed_tokens.weight", embedding)])
     model.set_dtype(mx.bfloat16)
-    model, config = quantize_model(model, config_of(draft), GROUP_SIZE, 8)
-    folder = out / "tiny-draft"
-    save_model(folder, model)
-    save_config(config, folder / "config.json")
+    model, config = quantize_model(model, config, GROUP_SIZE, 8)
+    save_model(draft, model)
+    save_config(config, draft / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_dir / name, folder)
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    commands = parser.add_subparsers(dest="command", required=True)
-
-    def command(name, help, *folders):
-        p = commands.add_parser(name, help=help)
-        for folder in folders:
-            p.add_argument(folder, type=Path)
-        return p
-
-    p = command("text", "token ids of the corpus", "site", "model_dir", "out")
-    p.add_argument("--nbytes", type=int, default=187_000_000)
-    p = command("pack", "the two folders that are shipped", "trained", "model_dir", "out")
-    p.add_argument("--dflash", default="dflash4")
-    p.add_argument("--draft", default="draft3")
-    args = vars(parser.parse_args())
-    {"text": write_text, "pack": pack}[args.pop("command")](**args)
+        shutil.copy(model_dir / name, draft)
 
 
 if __name__ == "__main__":
-    main()
+    {"text": write_text, "pack": pack}[sys.argv[1]](*map(Path, sys.argv[2:]))

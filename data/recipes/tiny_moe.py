@@ -7,10 +7,6 @@
 Training needs PyTorch and fla-core, and neither MLX nor moelab.
 """
 
-import copy
-import shutil
-from pathlib import Path
-
 import corpus
 
 # B batch, T tokens, D hidden, F expert hidden, E experts, K experts per token, L layers.
@@ -50,7 +46,6 @@ TEXT_CONFIG = {
     "eos_token_id": 1,
 }
 GROUP_SIZE, BITS = 64, 4
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CONFIG = {
     "model_type": "qwen3_5_moe",
     "architectures": ["Qwen3_5MoeForConditionalGeneration"],
@@ -69,24 +64,3 @@ def bits_of(path):
     if path.endswith(NOT_QUANTIZED):
         return None
     return 8 if path.endswith(EIGHT_BIT) else BITS
-
-
-def random_model(out, seed=0):
-    """Write a random checkpoint with tiny-moe's shape and tokenizer, for tests and timing only."""
-    import mlx.core as mx
-    from mlx_lm.models.qwen3_5_moe import Model, ModelArgs
-    from mlx_lm.utils import quantize_model, save_config, save_model
-
-    mx.random.seed(seed)
-    model = Model(ModelArgs.from_dict(copy.deepcopy(CONFIG)))
-    model.set_dtype(mx.bfloat16)
-
-    def predicate(path, _):
-        return {"group_size": GROUP_SIZE, "bits": 8} if bits_of(path) == 8 else True
-
-    config = copy.deepcopy(CONFIG)
-    model, config = quantize_model(model, config, GROUP_SIZE, BITS, quant_predicate=predicate)
-    save_model(out, model)
-    save_config(config, Path(out) / "config.json")
-    for name in TOKENIZER_FILES:
-        shutil.copy(Path(__file__).parents[1] / "models" / "tiny-moe" / name, out)

@@ -1,13 +1,16 @@
 """The drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, and how they are trained.
 
-Parameters are named as in z-lab's files and in mlx-lm's.
+    python data/recipes/torch_drafts.py TEXT MODEL OUT [STEPS]
+
+TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target. Parameters are named as in z-lab's
+files and in mlx-lm's.
 
 B batch, T tokens, P prompt tokens, D hidden, A anchors, b block size, V vocabulary, n target
 layers that are read.
 """
 
-import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -15,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny_drafts import BLOCK, CANDIDATES, MASK_TOKEN, config_of
+from tiny_drafts import BLOCK, DRAFTS, MASK_TOKEN, config_of
 from tiny_moe import TEXT_CONFIG
 from torch import nn
 from torch_qwen import MLP, Model, Writer, rotary_angles, rotate
@@ -31,7 +34,8 @@ BUCKETS = [
 ]
 SAMPLED = 8  # every eighth text is sampled, at TEMPERATURE, the others are greedy
 TEMPERATURE = 0.8
-WRITTEN = 320  # tokens of the target behind a prompt
+AT_ONCE = 8192  # texts written side by side
+STEPS = 4000
 
 
 class Attention(nn.Module):
@@ -133,51 +137,14 @@ class DFlash(Draft):
         return self.run(blocks.flatten(1, 2), positions, context, mask).view(blocks.shape)
 
 
-# The target
+# Training
 
 
-def load_target(model_dir, device):
-    """The 4-bit target, dequantized, and its tied embedding [V, D] in float32."""
-    model = Model(TEXT_CONFIG)
-    model.load_state_dict(read(model_dir))
-    model = model.to(device)
-    head = model.language_model.model.embed_tokens.weight.detach().clone()
-    return model.requires_grad_(False), head
-
-
-def features_of(draft, layers):
-    """What a DFlash draft reads of the target's layers, [B, T, n * D]."""
-    return torch.cat([layers[i][0] for i in draft.ids], dim=-1)
-
-
-def write_sets(model, head, model_dir, data, texts=256):
-    """Texts to measure on, written by the target: {name: (ids [B, T], P, ends [B])}.
-
-    Decisions may rest on ``valid`` only; the others are held out.
-    """
-    from moelab.lab.texts import heldout_prompts
-
-    valid = np.load(data / "valid.npy").astype(np.int64)
-    starts = np.linspace(0, len(valid) - 257, texts).astype(int)
-    prompts = {"valid": [valid[i : i + 256].tolist() for i in starts]}
-    for kind, length in (("code", 256), ("prose", 256), ("code", 64), ("code", 1024)):
-        prompts[f"{kind}_{length}"] = heldout_prompts(model_dir, kind, length)[:texts]
-    sets = {}
-    for name, rows in prompts.items():
-        rows = torch.tensor(rows, device=head.device)
-        texts, P = rows.shape
-        ids = Writer(model, head, texts, P, P + WRITTEN)(rows)
-        after = ids == TEXT_CONFIG["eos_token_id"]
-        after[:, :P] = False
-        sets[name] = ids, P, torch.where(after.any(1), after.int().argmax(1), P + WRITTEN)
-    return sets
-
-
-def write_texts(model, head, train, buckets, at_once, generator):
+def write_texts(model, head, train, buckets, generator):
     """Texts [N, T] for each bucket, int16: prompts from random places of the corpus, continued."""
     written = []
     for bucket in buckets:
-        P, T, texts = bucket["prompt"], bucket["length"], min(at_once, bucket["texts"])
+        P, T, texts = bucket["prompt"], bucket["length"], min(AT_ONCE, bucket["texts"])
         writer = Writer(model, head, texts, P, T, texts // SAMPLED, TEMPERATURE)
         span, parts = torch.arange(P, device=train.device), []
         for _ in range(bucket["texts"] // texts):
@@ -187,77 +154,6 @@ def write_texts(model, head, train, buckets, at_once, generator):
         del writer  # its states, before the next one's
         print("written", list(written[-1].shape), time.strftime("%H:%M:%S"), flush=True)
     return written
-
-
-# Acceptance, at temperature 0: how many of the draft's tokens are those the target wrote
-
-
-def runs_dflash(draft, embedding, ids, features, prompt, ends):
-    """Text, position and accepted tokens (0 to b - 1) of every cycle over greedy texts [B, T].
-
-    ``features`` [B, T, n * D] are the target's of them; the first cycle starts at ``prompt``.
-    """
-    at, cycles = torch.full_like(ends, prompt), []
-    span = torch.arange(1, draft.block, device=ids.device)
-    while True:
-        live = (at + draft.block <= ends).nonzero()[:, 0]
-        if not len(live):
-            return cycles
-        anchors = at[live, None]
-        block = torch.full((len(live), draft.block), MASK_TOKEN, device=ids.device)
-        block[:, 0] = ids[live].gather(1, anchors)[:, 0]
-        hidden = draft(embedding[block][:, None], features[live], anchors)[:, 0, 1:]
-        guesses = (hidden.float() @ embedding.float().T).argmax(-1)
-        right = guesses == ids[live].gather(1, anchors + span)
-        accepted = right.long().cumprod(1).sum(1)
-        cycles += zip(live.tolist(), at[live].tolist(), accepted.tolist())
-        at[live] += accepted + 1
-
-
-def runs_decoder(draft, embedding, ids, prompt, ends):
-    """``runs_dflash`` of an autoregressive draft, in one pass: accepted tokens are the target's."""
-    guesses = (draft(embedding[ids]).float() @ embedding.float().T).argmax(-1)
-    right = (guesses[:, :-1] == ids[:, 1:]).tolist()
-    cycles = []
-    for i, (row, end) in enumerate(zip(right, ends.tolist())):
-        at = prompt
-        while at + BLOCK <= end:
-            wrong = [j for j in range(BLOCK - 1) if not row[at + j]]
-            accepted = wrong[0] if wrong else BLOCK - 1
-            cycles.append((i, at, accepted))
-            at += accepted + 1
-    return cycles
-
-
-def summary(cycles, prompt):
-    """tau, its histogram [b], cycles, and tau of the cycles that start in the first 100 tokens."""
-    accepted = [a for _, _, a in cycles]
-    early = [a for _, at, a in cycles if at < prompt + 100]
-    return {
-        "tau": 1 + sum(accepted) / max(len(accepted), 1),
-        "tau_first_100": 1 + sum(early) / max(len(early), 1),
-        "cycles": len(accepted),
-        "histogram": [accepted.count(k) for k in range(BLOCK)],
-    }
-
-
-def measure(drafts, model, embedding, sets):
-    """Acceptance of every draft on every set: {draft: {set: summary}}."""
-    report = {name: {} for name in drafts}
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        for which, (ids, P, ends) in sets.items():
-            _, layers = model.language_model.model(ids)
-            for name, draft in drafts.items():
-                if isinstance(draft, Decoder):
-                    cycles = runs_decoder(draft, embedding, ids, P, ends)
-                else:
-                    features = features_of(draft, layers)
-                    cycles = runs_dflash(draft, embedding, ids, features, P, ends)
-                report[name][which] = summary(cycles, P)
-    return report
-
-
-# Training
 
 
 def block_loss(hidden, embedding, targets, weights):
@@ -279,21 +175,19 @@ def distil_loss(hidden, target, embedding):
     return (soft + F.nll_loss(log_q, logits.argmax(-1), reduction="none")).mean() / 2
 
 
-def train_all(steps, lr, model, embedding, texts, buckets, seed=0):
-    """Train the candidates side by side on the same batches; returns the drafts and the log.
+def train(model, embedding, texts, buckets, steps, generator):
+    """Train both drafts side by side on the same batches; returns the drafts and the log.
 
-    ``lr`` has each candidate's highest rate: constant after the warm-up, then falling to zero over
-    the last 60% of the steps. ``texts`` are those of each bucket.
+    A rate is constant after the warm-up, then falls to zero over the last 60% of the steps.
+    ``texts`` are those of each bucket.
     """
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
     device, on_gpu = embedding.device, embedding.is_cuda
     blocks, distil = block_loss, distil_loss
     if on_gpu:
         blocks, distil = (torch.compile(f, dynamic=False) for f in (blocks, distil))
     drafts, optimizers = {}, {}
-    for name, rate in lr.items():
-        kind = Decoder if CANDIDATES[name][1] is None else DFlash
+    for name, (_, ids, rate) in DRAFTS.items():
+        kind = Decoder if ids is None else DFlash
         drafts[name] = draft = kind(config_of(name)).to(device, embedding.dtype)
         # The head is the target's own, and so is its scale.
         draft.norm.weight.data.copy_(model.language_model.model.norm.weight)
@@ -327,7 +221,8 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0):
             if isinstance(draft, Decoder):
                 loss = distil(draft(read)[some].flatten(0, 1), goal, embedding)
             else:
-                hidden = draft(embedded, features_of(draft, layers), anchors)[:, :, 1:]
+                features = torch.cat([layers[i][0] for i in draft.ids], dim=-1)
+                hidden = draft(embedded, features, anchors)[:, :, 1:]
                 targets = every[:, :, 1:].flatten(0, 1)
                 loss = blocks(hidden.flatten(0, 1), embedding, targets, weights)
             loss.backward()
@@ -341,13 +236,9 @@ def train_all(steps, lr, model, embedding, texts, buckets, seed=0):
     return drafts, log
 
 
-def train(data, model_dir, out, steps, lr, names, at_once, seed=0):
-    """Write the text, train the candidates for each number of steps, measure and save them.
-
-    All learning rates are tried at the first of the ``steps``. The others take the one that was
-    best on the validation text.
-    """
-    torch.manual_seed(seed)
+def main(data, model_dir, out, steps=STEPS):
+    """Write the text with the 4-bit target, dequantized, then train the drafts and save them."""
+    torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     torch.set_float32_matmul_precision("high")
@@ -355,61 +246,26 @@ def train(data, model_dir, out, steps, lr, names, at_once, seed=0):
     buckets = BUCKETS
     if not on_gpu:  # to try the code
         buckets = [{"prompt": 8, "length": 40, "texts": 4, "batch": 2, "anchors": 2, "share": 1.0}]
-    model, head = load_target(model_dir, device)
+    model = Model(TEXT_CONFIG)
+    model.load_state_dict(read(model_dir))
+    model = model.to(device).requires_grad_(False)
+    head = model.language_model.model.embed_tokens.weight.clone()  # float32
     if on_gpu:
         model.compile()
         model = model.bfloat16()
+    ids = torch.from_numpy(np.load(Path(data) / "train.npy").astype(np.int16)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    texts = write_texts(model, head, ids, buckets, generator)
     embedding = model.language_model.model.embed_tokens.weight
-    ids = torch.from_numpy(np.load(data / "train.npy").astype(np.int16)).to(device)
+    drafts, log = train(model, embedding, texts, buckets, int(steps), generator)
+    out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    clock = time.perf_counter()
-    sets = write_sets(model, head, model_dir, data, texts=256 if on_gpu else 2)
-    cache = data / "texts.pt"  # a second call on the same host need not write them again
-    if cache.exists():
-        texts = [t.to(device) for t in torch.load(cache)]
-    else:
-        texts = write_texts(model, head, ids, buckets, at_once, torch.Generator().manual_seed(seed))
-        torch.save([t.cpu() for t in texts], cache)
-    report = {
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-        "torch": torch.__version__,
-        "buckets": buckets,
-        "runs": [],
-        "sets": {
-            k: {"texts": len(i), "prompt": P, "mean_length": (e - P).float().mean().item()}
-            for k, (i, P, e) in sets.items()
-        },
-        "writing_seconds": time.perf_counter() - clock,
-    }
-    best = {}  # tau on the validation text and the rate that gave it
-    for n, rate in [(steps[0], rate) for rate in lr] + [(n, None) for n in steps[1:]]:
-        rates = {name: rate or best[name][1] for name in names}
-        clock = time.perf_counter()
-        drafts, log = train_all(n, rates, model, embedding, texts, buckets, seed)
-        run = {"steps": n, "lr": rates, "seconds": time.perf_counter() - clock, "log": log}
-        run["acceptance"] = measure(drafts, model, embedding, sets)
-        report["runs"].append(run)
-        (out / "training.json").write_text(json.dumps(report, indent=1))
-        for name, draft in drafts.items():
-            figures = run["acceptance"][name]
-            best[name] = max(best.get(name, (0, 0)), (figures["valid"]["tau"], rates[name]))
-            taus = {k: (v["tau"], v["tau_first_100"]) for k, v in figures.items()}
-            print(n, rates[name], name, json.dumps(taus), flush=True)
-            weights = {k: v.bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()}
-            save_file(weights, out / f"{name}.safetensors", metadata={"format": "pt"})
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, help="what tiny_drafts.py text wrote")
-    parser.add_argument("model_dir", type=Path, help="the target")
-    parser.add_argument("out", type=Path, help="for <name>.safetensors and training.json")
-    parser.add_argument("--steps", type=int, nargs="+", default=[400, 1600, 4000])
-    parser.add_argument("--lr", type=float, nargs="+", default=[8e-3, 16e-3])
-    parser.add_argument("--names", nargs="+", default=list(CANDIDATES))
-    parser.add_argument("--at-once", type=int, default=8192, help="texts written side by side")
-    train(**vars(parser.parse_args()))
+    report = {"torch": torch.__version__, "buckets": buckets, "log": log}
+    (out / "training.json").write_text(json.dumps(report, indent=1))
+    for name, draft in drafts.items():
+        weights = {k: v.bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()}
+        save_file(weights, out / f"{name}.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -152,8 +152,8 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).reshape(B, T, -1) * gate.reshape(B, T, -1).sigmoid())
 
 
-class Dispatch(torch.autograd.Function):
-    """Rows of x [N, D], once for each of their K experts, in the order of the experts.
+class Permute(torch.autograd.Function):
+    """Rows of x [N, D], k times each, in an order [N * k] whose inverse is known.
 
     Both directions are gathers, where autograd would scatter with atomics.
     """
@@ -168,20 +168,6 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx, grad):
         (inverse,) = ctx.saved_tensors
         return grad[inverse].view(-1, ctx.k, grad.shape[-1]).sum(1), None, None, None
-
-
-class Undo(torch.autograd.Function):
-    """Rows [N * K, D] back in the order of the tokens."""
-
-    @staticmethod
-    def forward(ctx, y, order, inverse):
-        ctx.save_for_backward(order)
-        return y[inverse]
-
-    @staticmethod
-    def backward(ctx, grad):
-        (order,) = ctx.saved_tensors
-        return grad[order], None, None
 
 
 class Experts(nn.Module):
@@ -206,10 +192,10 @@ class SwitchGLU(nn.Module):
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(N * K, device=x.device))
         ends = torch.searchsorted(experts, torch.arange(E, device=x.device), right=True).int()
         gate_up = torch.cat([self.gate_proj.weight, self.up_proj.weight], dim=1)
-        h = F.grouped_mm(Dispatch.apply(x, order, inverse, K), gate_up.transpose(1, 2), offs=ends)
+        h = F.grouped_mm(Permute.apply(x, order, inverse, K), gate_up.transpose(1, 2), offs=ends)
         gate, up = h.chunk(2, dim=-1)
         y = F.grouped_mm(F.silu(gate) * up, self.down_proj.weight.transpose(1, 2), offs=ends)
-        y = Undo.apply(y, order, inverse).view(N, K, -1)
+        y = Permute.apply(y, inverse, order, 1).view(N, K, -1)
         return (y * scores[..., None].to(y.dtype)).sum(1), ends
 
 
@@ -245,8 +231,7 @@ class SparseMoeBlock(nn.Module):
         y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         # Switch Transformer's balance loss over the whole batch: 1 when the load is even.
         load = torch.diff(ends, prepend=ends.new_zeros(1)) / indices.numel()
-        balance = probs.shape[-1] * (load * probs.mean(0)).sum()
-        return y.view(B, T, D), balance, load
+        return y.view(B, T, D), probs.shape[-1] * (load * probs.mean(0)).sum()
 
 
 class DecoderLayer(nn.Module):
@@ -264,8 +249,8 @@ class DecoderLayer(nn.Module):
     def forward(self, x, *state):
         mixer = self.linear_attn if self.is_linear else self.self_attn
         x = x + mixer(self.input_layernorm(x), *state)
-        y, balance, load = self.mlp(self.post_attention_layernorm(x))
-        return x + y, balance, load
+        y, balance = self.mlp(self.post_attention_layernorm(x))
+        return x + y, balance
 
 
 class TextModel(nn.Module):
@@ -277,10 +262,7 @@ class TextModel(nn.Module):
         self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
     def forward(self, ids):
-        """Last hidden states [B, T, D], and of each layer: output, balance loss, and load [E].
-
-        A load is the share of a layer's choices that each expert gets.
-        """
+        """Last hidden states [B, T, D], and each layer's output and balance loss."""
         x, layers = self.embed_tokens(ids), []
         for layer in self.layers:
             layers.append(layer(x))
@@ -309,12 +291,11 @@ class Model(nn.Module):
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
     def forward(self, ids):
-        """Nats of each token but the first, [B, T - 1], the balance loss, and the loads [L, E]."""
+        """Nats of each token but the first, [B, T - 1], and the balance loss."""
         x, layers = self.language_model.model(ids[:, :-1])
-        _, balances, loads = zip(*layers)
         weight = self.language_model.model.embed_tokens.weight
         loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
-        return loss.view(len(ids), -1), torch.stack(balances).mean(), torch.stack(loads)
+        return loss.view(len(ids), -1), torch.stack([balance for _, balance in layers]).mean()
 
 
 class Writer:

@@ -123,17 +123,16 @@ class Optimizer:
     """
 
     def __init__(self, model, lr, compiled=True):
-        self.lr, self.steps, self.quantized = lr, 0, False
+        self.lr, self.quantized = lr, False
         self.params = dict(model.named_parameters())
         self.masters = {n: p.detach().float().clone() for n, p in self.params.items()}
         self.m = {n: torch.zeros_like(w) for n, w in self.masters.items()}
-        shapes = {}
+        self.others, self.groups = [], {}  # names; those of matrices by shape
         for n, p in self.params.items():
-            if bits_of(n.removesuffix(".weight")) == BITS:
-                shapes.setdefault(p.shape, []).append(n)
-        self.groups = list(shapes.values())
-        matrices = {n for names in self.groups for n in names}
-        self.v = {n: torch.zeros_like(w) for n, w in self.masters.items() if n not in matrices}
+            is_matrix = bits_of(n.removesuffix(".weight")) == BITS
+            (self.groups.setdefault(p.shape, []) if is_matrix else self.others).append(n)
+        others = [self.masters[n] for n in self.others]
+        self.adam = torch.optim.Adam(others, betas=(0.9, 0.95), eps=1e-10)
         self.orthogonal, self.rounded = orthogonal, rounded
         if torch.cuda.is_available():
             self.rounded = torch.compile(rounded, dynamic=False)
@@ -144,9 +143,8 @@ class Optimizer:
     def step(self, scale):
         """One update from the parameters' gradients, with the learning rate times ``scale``."""
         lr = self.lr * scale
-        self.steps += 1
         grads = {n: p.grad.float() for n, p in self.params.items()}
-        for names in self.groups:
+        for names in self.groups.values():
             g, m, w = ([d[n] for n in names] for d in (grads, self.m, self.masters))
             torch._foreach_lerp_(m, g, 0.05)
             nesterov = torch._foreach_lerp(g, m, 0.95)
@@ -154,12 +152,10 @@ class Optimizer:
             size = 0.2 * max(update.shape[-2:]) ** 0.5
             torch._foreach_mul_(w, 1 - lr * DECAY)
             torch._foreach_add_(w, list(update.float().unbind()), alpha=-lr * size)
-        g, m, v, w = ([d[n] for n in self.v] for d in (grads, self.m, self.v, self.masters))
-        torch._foreach_lerp_(m, g, 0.1)
-        torch._foreach_lerp_(v, torch._foreach_mul(g, g), 0.05)
-        root = torch._foreach_sqrt(torch._foreach_div(v, 1 - 0.95**self.steps))
-        torch._foreach_add_(root, 1e-10)
-        torch._foreach_addcdiv_(w, m, root, value=-lr / (1 - 0.9**self.steps))
+        for n in self.others:
+            self.masters[n].grad = grads[n]
+        self.adam.param_groups[0]["lr"] = lr
+        self.adam.step()
         self.write(self.quantized)
 
     @torch.no_grad()
@@ -181,34 +177,12 @@ def batches(ids, batch, length, device, generator):
             yield ids[starts[i : i + batch, None] + span].long()
 
 
-def windows(ids, length, eos):
-    """Windows [N, length + 1] over concatenated texts, each from its start, padded with ``eos``.
-
-    Also returns how many targets of each window count.
-    """
-    rows, counts = [], []
-    ends = (ids == eos).nonzero().flatten().tolist()
-    for start, end in zip([-1, *ends[:-1]], ends):
-        text = torch.cat([ids.new_tensor([eos]), ids[start + 1 : end]])
-        for i in range(0, len(text) - 1, length):
-            row = text[i : i + length + 1]
-            counts.append(len(row) - 1)
-            rows.append(torch.cat([row, row.new_full((length + 1 - len(row),), eos)]))
-    return torch.stack(rows).long(), torch.tensor(counts)
-
-
 @torch.no_grad()
-def evaluate(model, rows, counts, nbytes, batch=32):
-    """Bits per byte over ``windows``, and the load of every expert [L, E]."""
-    nats, loads = 0.0, []
-    for some, kept in zip(rows.split(batch), counts.split(batch)):
-        blank = batch - len(some)  # rows that count nothing: one shape, one compilation
-        loss, _, load = model(torch.cat([some, some[:1].expand(blank, -1)]))
-        kept = torch.nn.functional.pad(kept, (0, blank))
-        mask = torch.arange(loss.shape[1], device=rows.device) < kept[:, None]
-        nats += (loss * mask).double().sum().item()
-        loads.append(load)
-    return nats / math.log(2) / nbytes, torch.stack(loads).mean(0)
+def evaluate(model, ids, nbytes, length, batch=8):
+    """Bits per byte of concatenated texts, in windows that may begin inside of one."""
+    rows = ids.unfold(0, length + 1, length)
+    losses = [model(some.long())[0].mean() for some in rows.split(batch) if len(some) == batch]
+    return torch.stack(losses).mean().item() / math.log(2) * len(ids) / nbytes
 
 
 def train(data, out, minutes, batch, length, lr, resume, seed=0):
@@ -222,10 +196,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     def load(name):
         return torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int32)).to(device)
 
-    held = {}
-    for name in ("valid", "heldout"):
-        rows, counts = windows(load(name), length, TEXT_CONFIG["eos_token_id"])
-        held[name] = rows.to(device), counts.to(device), manifest[name]["bytes"]
+    held = {n: (load(n), manifest[n]["bytes"], length) for n in ("valid", "heldout")}
     stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
 
     model = Model(TEXT_CONFIG)
@@ -242,7 +213,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     evaluate(model, *held["valid"])
     clock = None
     while spent < minutes * 60:
-        loss, balance, _ = model(next(stream))
+        loss, balance = model(next(stream))
         loss = loss.mean()
         (loss + BALANCE * balance).backward()
         done = spent / (minutes * 60)
@@ -267,7 +238,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
             "tokens_per_s": round(20 * batch * length / (spent - before)),
         }
         if step % 500 == 0:
-            line["valid_bpb"] = round(evaluate(model, *held["valid"])[0], 4)
+            line["valid_bpb"] = round(evaluate(model, *held["valid"]), 4)
             if step % 2000 == 0:
                 export(optimizer.masters, out)  # to resume from, if the machine is lost
             spent = time.perf_counter() - clock
@@ -279,9 +250,8 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     for quantized in (False, True):
         optimizer.write(quantized)
         for name in held:
-            bpb, load = evaluate(model, *held[name])
-            report[f"{name}_bpb_{'4bit' if quantized else 'float'}"] = bpb
-    report["heldout_load_most_least"] = [[row.max().item(), row.min().item()] for row in load]
+            how = "4bit" if quantized else "float"
+            report[f"{name}_bpb_{how}"] = evaluate(model, *held[name])
     export(optimizer.masters, out)
     (out / "training.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report | {"log": len(log)}, indent=1), flush=True)

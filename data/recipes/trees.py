@@ -62,8 +62,21 @@ def run(tree, arguments, nbytes):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def compare(made, over, under):
+    """Print medians and quartiles of each column by variant, and of their ratios by round."""
+    from moelab.lab.records import paired, q, values
+
+    print(made.attrs["machine"], f"n={made['round'].nunique()}", sep="\n")
+    names = dict.fromkeys(made.variant)
+    for what in made.select_dtypes("number").columns.drop("round"):
+        said = [f"{name} {q(values(made, name, what), '.4g')}" for name in names]
+        if {over, under} <= names.keys() and len(found := paired(made, over, under, what)):
+            said.append(f"{over}/{under} {q(found, '.3f')}")
+        print(f"{what:30s}", *(f"{cell:36s}" for cell in said))
+
+
 def main():
-    from moelab.lab.records import group, interleave, paired, summary
+    from moelab.lab.records import interleave
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -85,14 +98,7 @@ def main():
     trees = {"other": args.other.resolve(), "this": ROOT}
     ways = {name: lambda _, tree=tree: run(tree, arguments, nbytes) for name, tree in trees.items()}
     made = interleave("trees", ways, args.rounds, progress=True)
-    print(made.attrs["machine"])
-    for what in made.select_dtypes("float"):
-        medians = group(made, what)["median"] * 1e3
-        q = summary(paired(made, "other", "this", what))
-        print(
-            f"{what:14s} other {medians['other']:9.2f} ms  this {medians['this']:9.2f} ms  "
-            f"other/this {q['median']:.3f} [{q['p25']:.3f}, {q['p75']:.3f}] n={q['n']:.0f}"
-        )
+    compare(made, "other", "this")
 
 
 if __name__ == "__main__":

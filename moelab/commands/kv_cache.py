@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -26,11 +27,10 @@ from mlx_lm.models.cache import (
 )
 
 from ..checkpoint import Checkpoint, describe, read_header, try_out
-from ..speculation.drafts import Draft, TokenCache
+from ..speculation.drafts import Draft, LookupDraft, TokenCache
 from ..streaming.build import build_model
 from ..streaming.config import StreamConfig
 from ..streaming.model import find
-from .drafting import read_zeros
 
 Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, and mlx-lm's kind
 
@@ -102,7 +102,8 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
     file, bits = args.prompt_cache_file, args.kv_bits
     unread = _unread(args, config)
     try:
-        cache, metadata = _read(Path(file), args.model, *unread)
+        cache, metadata = _read(Path(file))
+        _check_fit(cache, metadata["model"], args.model, *unread)
         tokenizer_config = json.loads(metadata["tokenizer_config"])
         tokenizer_config.pop("trust_remote_code", None)  # only the user may say so, not a file
     except Exception as error:  # mlx-lm's code and MLX may raise anything for a strange file
@@ -145,8 +146,8 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
         beside.unlink(missing_ok=True)
 
 
-def _read(file, name, checkpoint, model, draft=None, made=None):
-    """Read a file's caches, the draft's last, and metadata; raise anything for one that is unfit.
+def _read(file, made=None):
+    """Read a file's caches and metadata; raise anything for one that is damaged.
 
     ``made``: what the metadata must say of how a server made it.
     """
@@ -154,40 +155,30 @@ def _read(file, name, checkpoint, model, draft=None, made=None):
     cache, metadata = load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
         raise ValueError("it holds other arrays than those of its caches")
-    if Path(metadata["model"]).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
-        raise ValueError(f"it is one of {metadata['model']}")
     if made is not None and not (metadata.get("made") == made and "checksum" in metadata):
         raise ValueError("the weights, the adapter, the draft or the options were others")
     expected, found = metadata.get("checksum"), checksum(cache, metadata)
     if expected not in (None, found):
         raise ValueError(f"the file is damaged: its checksum is {found}, it was {expected}")
-    n = len(make_prompt_cache(model))
-    limits = {c.max_size for c in cache[:n] if isinstance(c, RotatingKVCache)}
-    _check_types(cache[:n], make_prompt_cache(model, max(limits, default=None)))
-    _check_types(cache[n:], _without_lookup(draft.make_cache() if draft is not None else []))
-    lengths = {c.offset for c in cache if hasattr(c, "offset")}
-    if len(lengths) > 1:
-        raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
-    tried = copy.deepcopy(cache)
-    try_out(checkpoint, model, tried[:n])
-    if tried[n:]:
-        read_zeros(draft, tried[n:])
     return cache, metadata
 
 
-def _check_types(caches, likes):
-    """Refuse caches whose types are not those that the model has after a text."""
-    if len(caches) != len(likes):
-        raise ValueError(f"expected {len(likes)} caches, got {len(caches)}")
-    for c, like in zip(caches, likes):
+def _check_fit(cache, made_of, name, checkpoint, model):
+    """Raise anything for caches that are not those that the model has after a text."""
+    if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
+        raise ValueError(f"it is one of {made_of}")
+    limits = {c.max_size for c in cache if isinstance(c, RotatingKVCache)}
+    likes = make_prompt_cache(model, max(limits, default=None))
+    if len(cache) != len(likes):
+        raise ValueError(f"expected {len(likes)} caches, got {len(cache)}")
+    for c, like in zip(cache, likes):
         quantized = isinstance(c, QuantizedKVCache) and hasattr(like, "to_quantized")
         if type(c) is not type(like) and not quantized:
             raise ValueError(f"expected a {type(like).__name__}, got a {type(c).__name__}")
-
-
-def _without_lookup(caches):
-    """The caches that have arrays; a lookup's is made again of the text's tokens."""
-    return [c for c in caches if not isinstance(c, TokenCache)]
+    lengths = {c.offset for c in cache if hasattr(c, "offset")}
+    if len(lengths) > 1:
+        raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
+    try_out(checkpoint, model, copy.deepcopy(cache))
 
 
 class PromptFiles:
@@ -198,14 +189,11 @@ class PromptFiles:
     """
 
     def __init__(self, args: argparse.Namespace, config: StreamConfig, draft: Draft | None = None):
-        self._name, self._unread, self._draft = args.model, _unread(args, config), draft
-        self._folder, self._own = Path(args.prompt_cache_dir), set()
-        path = self._unread[0].path.resolve()
-        self._about = {"model": str(path), "made": _made_by(args, config, path)}
+        self._draft, self._made = draft, _made_by(args, config)
+        self._folder, self._found = Path(args.prompt_cache_dir), set()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):
-                pass
+            tempfile.TemporaryFile(dir=self._folder).close()
         except OSError as error:
             raise ValueError(
                 f"--prompt-cache-dir {self._folder}: expected a folder to write files in "
@@ -221,46 +209,44 @@ class PromptFiles:
                 break
             try:
                 prompts.append(self._prompt(file))
-                self._own.add(file)
+                self._found.add(file)
             except Exception as error:  # mlx-lm's code and MLX may raise anything
                 print(f"moelab: {file}: left alone: {describe(error)}", file=sys.stderr)
         return prompts[::-1]
 
     def _prompt(self, file):
-        cache, about = _read(file, self._name, *self._unread, self._draft, self._about["made"])
+        cache, about = _read(file, self._made)
         tokens = json.loads(about["tokens"])
-        for c in self._draft.make_cache() if self._draft is not None else []:
-            if isinstance(c, TokenCache):
-                c.tokens = tokens[:]
-                cache.append(c)
+        if isinstance(self._draft, LookupDraft):
+            cache += self._draft.make_cache()
+            cache[-1].tokens = tokens[:]
         return tokens, cache, about["kind"]
 
     def write(self, prompts: Iterable[Prompt]) -> None:
-        """Write prompts, oldest first, and delete the files of others that were read or written."""
-        now, kept = time.time_ns(), {}
+        """Write prompts, oldest first, and delete the files of others that were read."""
         for tokens, cache, kind in prompts:
-            about = self._about | {"tokens": json.dumps(tokens), "kind": kind}
+            about = {"made": self._made, "tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-            kept[self._folder / f"prompt-{name}.safetensors"] = _without_lookup(cache), about
-        for file in self._own - kept.keys():
-            file.unlink(missing_ok=True)
-        for i, (file, prompt) in enumerate(kept.items()):
+            file = self._folder / f"prompt-{name}.safetensors"
+            self._found.discard(file)
             try:
                 if not file.exists():
-                    write_prompt_cache(file, *prompt)
-                self._own.add(file)
-                os.utime(file, ns=(now + i, now + i))  # by which ``read`` finds the newest
+                    arrays = [c for c in cache if not isinstance(c, TokenCache)]
+                    write_prompt_cache(file, arrays, about)
+                os.utime(file, ns=(time.time_ns(),) * 2)  # by which ``read`` finds the newest
             except (OSError, ValueError) as error:
                 print(f"moelab: {file}: {describe(error)}", file=sys.stderr)
+        for file in self._found:
+            file.unlink(missing_ok=True)
 
 
-def _made_by(args, config, path):
+def _made_by(args, config):
     """A hash of what decides the numbers in a text's caches: files by size and time, options."""
-    folders = [Path(folder) for folder in (path, args.adapter_path, args.draft_model) if folder]
-    files = [f for folder in folders for f in folder.glob("*") if f.is_file()]
-    files = sorted(f.resolve() for f in files if f.suffix in (".safetensors", ".json"))
+    folders = find(args.model), args.adapter_path, args.draft_model
+    files = [f.resolve() for folder in folders if folder for f in Path(folder).glob("*")]
+    files = sorted(f for f in files if f.suffix in (".safetensors", ".json"))
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     options = [args.draft_model, args.kv_bits, args.kv_group_size, args.quantized_kv_start]
-    config = config.resolved()
-    options += [config.top_k, config.dtype, config.kernels, str(mx.default_device())]
+    config, device = config.resolved(), str(mx.default_device())
+    options += [config.top_k, config.dtype, config.kernels, device, mlx_lm.__version__]
     return hashlib.sha256(json.dumps([stats, options]).encode()).hexdigest()

@@ -24,6 +24,8 @@ from . import arguments
 from .argument_types import at_least, json_object, nbytes, not_empty, positive
 from .drafting import leave_room, open_draft
 from .kv_cache import PromptFiles, check_kv_cache, quantized_given
+from .server.engine import Engine
+from .server.prompts import Prompts
 from .stream_options import add_stream_options, say_plan, streaming_given
 
 TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
@@ -51,13 +53,8 @@ class Model:
         try:
             if self.draft is not None:
                 self.draft.bind(self.model)  # refuses a draft that does not fit
-            if args.use_default_chat_template and self.tokenizer.chat_template is None:
-                raise ValueError(
-                    f"serve: --use-default-chat-template: the tokenizer of {args.model} has none. "
-                    "Give one with --chat-template."
-                )
         except ValueError:
-            self.close()
+            close(self.model)
             raise
         say_plan(self.model)
         args.prefill_step_size = session.room.step(args.prefill_step_size)
@@ -97,11 +94,8 @@ class Model:
 
     def make_cache(self, drafted: bool = True) -> list:
         """New caches of the model and, if ``drafted``, of its draft."""
-        drafted = drafted and self.draft is not None
-        return make_prompt_cache(self.model) + (make_prompt_cache(self.draft) if drafted else [])
-
-    def close(self) -> None:
-        close(self.model)
+        drafts = self.draft.make_cache() if drafted and self.draft is not None else []
+        return make_prompt_cache(self.model) + drafts
 
 
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
@@ -109,9 +103,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     try:
         from .server import http
         from .server.completions import Chat, Completions
-        from .server.engine import Engine
         from .server.messages import Messages
-        from .server.prompts import Prompts
         from .server.responses import Responses
     except ImportError as error:
         raise ValueError(
@@ -120,9 +112,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
         ) from error
     group = joined()
     if group is not None and args.prompt_cache_dir:
-        raise ValueError(
-            "--prompt-cache-dir: several ranks would keep other prompts. Leave it out."
-        )
+        raise ValueError("--prompt-cache-dir: ranks would keep other prompts. Leave it out.")
     follows = group is not None and group.rank() > 0
     level = "ERROR" if follows else args.log_level
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
@@ -130,10 +120,8 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     with nullcontext() if follows else http.listen(args.host, args.port) as listening:
         model = Model(args, config, group)
         free = _prompt_memory(model, args)
-        prompts = Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free)
-        if model.prompt_files:
-            prompts.restore(model.prompt_files)
-        engine = Engine(model, prompts)
+        kept = args.prompt_cache_size, args.prompt_cache_bytes, free
+        engine = Engine(model, Prompts(*kept, files=model.prompt_files))
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
             engine.join()
@@ -192,10 +180,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_hidden(parser, "--decode-concurrency", type=positive, default=32)
     arguments.add_hidden(parser, "--log-level", choices=levels, default="INFO")
     arguments.add_hidden(parser, "--prompt-concurrency", type=positive, default=8)
-    arguments.add_hidden(parser, "--use-default-chat-template", action="store_true")
     arguments.add_kv_cache(parser)
     arguments.add_loading(parser)
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
+    why = "a tokenizer has no other template than its own"
+    arguments.add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
 
 

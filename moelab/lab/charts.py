@@ -125,7 +125,6 @@ def lines(
     note: str = "",
     log_x: bool = False,
     ceilings: Mapping[str, float] = {},
-    marks: bool = True,
     percent: bool = False,
     chosen: float | None = None,
 ) -> go.Figure:
@@ -138,8 +137,6 @@ def lines(
     words, top = [], list(ceilings.values())
     for i, (name, points) in enumerate(series.items()):
         style.band(fig, list(points), list(points.values()), str(name), i)
-        if not marks:
-            fig.data[-1].mode = "lines"
         words.append(_told(name, [_series(points)]))
         top += [np.percentile(p, 75) for p in points.values()]
         if chosen in points:

@@ -125,7 +125,6 @@ def call(
     *args,
     what: str,
     nbytes: int | None = None,
-    timeout_s: float | None = None,
 ) -> tuple[Any, Limited]:
     """Call a function in a new process with a memory limit: its result, and how the process ended.
 
@@ -135,12 +134,7 @@ def call(
     name = f"{function.__module__}:{function.__name__}"
     arguments = json.dumps(args, default=lambda v: asdict(v) if is_dataclass(v) else str(v))
     argv = [sys.executable, "-m", "moelab.lab", "call", name, arguments]
-    try:
-        done = run(argv, nbytes, timeout_s=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise OSError(
-            f"{what}: took more than {timeout_s} s and was killed. Give it less to do."
-        ) from None
+    done = run(argv, nbytes)
     if done.killed:
         return None, done
     if done.returncode:

@@ -93,22 +93,22 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     return out
 
 
-def layer_prediction(trace: Trace, distance: int = 1) -> dict[str, np.ndarray]:
-    """Which experts of a layer can be predicted from an earlier layer's, by counting.
+def layer_prediction(trace: Trace) -> dict[str, np.ndarray]:
+    """Which experts of a layer can be predicted from the layer before, by counting.
 
-    The first half of the tokens counts pairs of experts in layers l and l + distance. In the other,
+    The first half of the tokens counts pairs of experts in layers l and l + 1. In the other,
     the K with the largest sums of counts over a token's experts are predicted. ``pairs`` says which
-    needed experts were predicted, bool ``[T - T // 2, L - distance, K]``; ``popular`` says it of a
+    needed experts were predicted, bool ``[T - T // 2, L - 1, K]``; ``popular`` says it of a
     prediction of the K most popular ones.
     """
     T, L, K = trace.experts.shape
     half, E = T // 2, trace.num_experts
     chosen = np.zeros((T, L, E), np.float32)
     np.put_along_axis(chosen, trace.experts.astype(np.intp), 1, -1)
-    out = {name: np.zeros((T - half, L - distance, K), bool) for name in ("pairs", "popular")}
-    for layer in range(L - distance):
-        here, there = chosen[:half, layer], chosen[:half, layer + distance]
-        needed = trace.experts[half:, layer + distance].astype(np.intp)
+    out = {name: np.zeros((T - half, L - 1, K), bool) for name in ("pairs", "popular")}
+    for layer in range(L - 1):
+        here, there = chosen[:half, layer], chosen[:half, layer + 1]
+        needed = trace.experts[half:, layer + 1].astype(np.intp)
         scores = {
             "pairs": chosen[half:, layer] @ (here.T @ there),
             "popular": there.sum(0)[None].repeat(T - half, 0),

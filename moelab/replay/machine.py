@@ -19,7 +19,7 @@ from .pagecache import Replay
 from .sizes import ModelSizes
 
 # On a Mac: seconds of a layer, seconds more if it reads, and bytes copied from the page cache.
-# These are a typical published engine's: ``data/recipes/published.py`` fits them.
+# These are a typical published engine's, as ``data/recipes/published.py`` at 6fe0031 fitted them.
 LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # The engine's reads of experts reach this share of the rate that an SSD is said to have
 # (data/results/cpu_reads_35b.json).
@@ -33,7 +33,7 @@ CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
 # The k-th most popular expert of a layer is chosen as often as ``k ** -ZIPF``, without regard to
-# the tokens before. `data/recipes/published.py` fits it to hit rates that engines publish.
+# the tokens before. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory. A Mac lets its GPU have
 # two thirds of its memory, or three quarters of more than 36 GB, and swaps beyond at the latest.

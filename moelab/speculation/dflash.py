@@ -139,19 +139,13 @@ class DFlashDraft:
     """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
     It takes its target's number type and, for good, the fast kernels once a target has them.
-    ``block_size`` counts the last accepted token too; None: what the draft was trained with.
+    ``block_size``, with which it was trained, counts the last accepted token too.
     """
 
-    def __init__(self, path_or_hf_repo: str | Path, block_size: int | None = None):
+    def __init__(self, path_or_hf_repo: str | Path):
         self.model = load_model(path_or_hf_repo)
         args = self.model.args
-        self.block_size = args.block_size if block_size is None else block_size
-        if not isinstance(self.block_size, int) or self.block_size < 2:
-            raise ValueError(
-                "block_size: expected 2 or more (the last accepted token and a draft), "
-                f"got {self.block_size}. This draft was trained with {args.block_size}."
-            )
-        self.layer_ids = tuple(args.target_layer_ids)
+        self.block_size, self.layer_ids = args.block_size, tuple(args.target_layer_ids)
         self.cache = []
 
     def make_cache(self) -> list:

@@ -136,17 +136,15 @@ class LookupDraft:
 
     It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
     longest, of equal ones the latest, and proposes at most half as many tokens as match: the
-    longer two texts have agreed, the longer they are likely to go on agreeing. ``shortest`` is the
-    fewest tokens that must match.
+    longer two texts have agreed, the longer they are likely to go on agreeing.
     """
 
     layer_ids = ()
+    _SHORTEST = 4  # tokens that must match
     _OCCURRENCES = 16  # the latest matches that are compared
 
-    def __init__(self, shortest: int = 4):
-        if not isinstance(shortest, int) or shortest < 1:
-            raise ValueError(f"shortest: expected at least 1 token to match, got {shortest!r}.")
-        self.shortest, self.cache = shortest, []
+    def __init__(self):
+        self.cache = []
 
     def make_cache(self) -> list:
         return [TokenCache()]
@@ -155,7 +153,7 @@ class LookupDraft:
         self.cache = cache or self.make_cache()
         earlier, self.cache[0].tokens = self.cache[0].tokens, []
         self._tokens, self._unread = self.cache[0].tokens, [mx.array(earlier, mx.uint32)]
-        self._ends = {}  # ``shortest`` tokens -> where their latest occurrences end, latest first
+        self._ends = {}  # ``_SHORTEST`` tokens -> where their latest occurrences end, latest first
 
     def extend(self, tokens: mx.array, features: mx.array | None = None) -> None:
         self._unread.append(tokens)
@@ -165,8 +163,8 @@ class LookupDraft:
         text = self._tokens
         text.append(last)
         longest, at = 0, 0
-        for end in self._ends.get(tuple(text[-self.shortest :]), ()):
-            k = self.shortest
+        for end in self._ends.get(tuple(text[-self._SHORTEST :]), ()):
+            k = self._SHORTEST
             while k < min(2 * n, end) and text[end - 1 - k] == text[-1 - k]:
                 k += 1
             if k > longest:
@@ -177,8 +175,8 @@ class LookupDraft:
 
     def _read(self):
         for token in (t for x in self._unread for t in x.tolist()):
-            if len(self._tokens) >= self.shortest:
-                key = tuple(self._tokens[-self.shortest :])
+            if len(self._tokens) >= self._SHORTEST:
+                key = tuple(self._tokens[-self._SHORTEST :])
                 ends = self._ends.setdefault(key, deque(maxlen=self._OCCURRENCES))
                 ends.appendleft(len(self._tokens))
             self._tokens.append(token)

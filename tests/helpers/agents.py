@@ -4,21 +4,17 @@ HI, TOOL = {"text": "Hi"}, {"name": "f", "description": "Do"}
 SAME = {"model": "default_model", "temperature": 0.5, "top_p": 0.9, "stream": True}
 
 
-def chat(arguments):
-    """The conversation's messages; both tool calls have these arguments."""
-    function = {"name": "f", "arguments": arguments}
-    calls = [{"id": i, "type": "function", "function": function} for i in ("c1", "c2")]
-    return [
+FUNCTION = {"name": "f", "arguments": {"a": 1}}
+CALLS = [{"id": i, "type": "function", "function": FUNCTION} for i in ("c1", "c2")]
+CHAT = SAME | {
+    "messages": [
         {"role": "system", "content": "A\n\nB"},
         {"role": "user", "content": "Hi"},
-        {"role": "assistant", "reasoning": "Hm", "content": "Ok", "tool_calls": calls},
+        {"role": "assistant", "reasoning": "Hm", "content": "Ok", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
         {"role": "tool", "tool_call_id": "c2", "content": "Hi"},
         {"role": "user", "content": "Hi\n\nC"},
-    ]
-
-
-CHAT = SAME | {
+    ],
     "tools": [{"type": "function", "function": TOOL | {"parameters": {"type": "object"}}}],
     "max_tokens": 5,
     "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": True},

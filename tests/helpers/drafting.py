@@ -1,27 +1,14 @@
 """Drafts that need no model, and texts to compare."""
 
 import os
-from functools import cache as once
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
-from recurrent import TINY, V
+from recurrent import V
 
-import moelab
 from moelab.speculation.generate import speculative_generate_step
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
-
-
-@once
-def tiny(mode="resident", **kwargs):
-    return moelab.load(TINY, moelab.StreamConfig(mode=mode, **kwargs))
-
-
-@once
-def heldout():
-    files = sorted((TINY / "heldout").glob("*.py"))
-    return [f.read_text(encoding="utf-8")[i : i + 200] for f in files for i in (0, 1500)]
 
 
 class Guess:

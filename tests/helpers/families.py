@@ -1,15 +1,14 @@
 """Every mlx-lm family built on SwitchGLU or SwitchMLP, as a tiny random checkpoint.
 
     FAMILIES[name]                          how a small model of the family is configured
-    NOT_STREAMED[name]                      families that moelab refuses, each with its reason
+    NOT_STREAMED[name]                      the same of a family that moelab refuses
     write_checkpoint(name, path, variant)   the checkpoint on disk, in mlx-lm's own layout
 
 ``tests/streaming/test_families.py`` fails while mlx-lm has a family that is not listed here. For
 a new one add an entry to ``FAMILIES`` with what its config.json needs beyond ``COMMON``; the test
 then runs it in every mode. Its own name for K goes into ``TOP_K_KEYS`` of
 ``moelab/streaming/build.py``, a new name of its router's weight into ``ROUTERS``. A family that
-cannot stream goes into ``NOT_STREAMED`` with its reason, one that a CPU cannot run into
-``EXPERTS_ONLY``.
+cannot stream goes into ``NOT_STREAMED``, one that a CPU cannot run into ``EXPERTS_ONLY``.
 
 Every config has D = 64, E = 8, K = 2, unless its family allows only something else.
 """
@@ -179,9 +178,8 @@ FAMILIES = {
     "step3p5": Family({"moe_top_k": K}),
 }  # fmt: skip
 
-# Families with experts that moelab does not stream, and why.
-NOT_STREAMED = {"dbrx": "its experts are modules of their own, not one SwitchGLU or SwitchMLP"}
-NOT_STREAMED_CONFIG = {
+# Families that moelab does not stream: their experts are no SwitchGLU or SwitchMLP.
+NOT_STREAMED = {
     "dbrx": {
         "vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": 4,
         "ffn_config": {"moe_num_experts": E, "moe_top_k": K, "ffn_hidden_size": F},
@@ -189,7 +187,7 @@ NOT_STREAMED_CONFIG = {
     }
 }  # fmt: skip
 # Families that mlx-lm cannot run on a CPU. Their experts are tested without the rest of the model.
-EXPERTS_ONLY = {"muse_spark": "mlx-lm's muse_spark calls Metal kernels outside the experts"}
+EXPERTS_ONLY = {"muse_spark"}
 
 # The variants that ``write_checkpoint`` writes. "mode", "bits" and "group_size" are mlx-lm's,
 # "dtype" is the type of what is not quantized.

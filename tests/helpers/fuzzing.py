@@ -6,13 +6,13 @@ works on cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A ca
 its number alone: kind of file, file and damage are drawn from ``random.Random(number)``.
 """
 
-import copy
 import faulthandler
 import gc
 import io
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import sys
@@ -52,84 +52,63 @@ ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
 # Damage
 
-
-class Pairs(list):
-    """A JSON object as its pairs, so that a key may occur twice."""
-
-
-class Raw(str):
-    """Text that is written into the file unchanged."""
-
-
-def dump(node):
-    if isinstance(node, Pairs):
-        return "{" + ", ".join(f"{json.dumps(k)}: {dump(v)}" for k, v in node) + "}"
-    if isinstance(node, list):
-        return "[" + ", ".join(map(dump, node)) + "]"
-    return node if isinstance(node, Raw) else json.dumps(node)
+DECODER = json.JSONDecoder()
+TOKEN, COLON = re.compile(r'"(?:[^"\\]|\\.)*"|[-\w.+]+|[\[{]'), re.compile(r"\s*:\s*")
+VALUES = [  # JSON, and what looks like it
+    *map(json.dumps, (
+        None, True, False, 0, 1, -1, 2, 3, 7, 8, 64, 1.5, -0.5, 2**31 - 1, 2**31, 10**9, 2**63,
+        10**18, 10**30, "", "x", "8", [], [1], [1, "a"], {}, {"a": 1}, "y" * 20000,
+    )),
+    *("NaN", "1e400", "[" * 5000 + "]" * 5000, '{"a":' * 2000 + "1" + "}" * 2000, "1" * 5000),
+    '"\\ud800"',
+]  # fmt: skip
 
 
-VALUES = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 8, 64, 1.5, -0.5, 2**31 - 1, 2**31, 10**9, 2**63, 10**18,
-    10**30, "", "x", "8", [], [1], [1, "a"], Pairs(), Pairs([("a", 1)]), Raw("NaN"), Raw("1e400"),
-    Raw("[" * 5000 + "]" * 5000), Raw('{"a":' * 2000 + "1" + "}" * 2000), Raw("1" * 5000),
-    Raw('"' + "y" * 20000 + '"'), Raw('"\\ud800"'),
-)  # fmt: skip
-
-
-def places(node):
-    """Every (container, position) of a document."""
-    if isinstance(node, list):
-        for i, item in enumerate(node):
-            yield node, i
-            yield from places(item[1] if isinstance(node, Pairs) else item)
-
-
-def get(container, i):
-    return container[i][1] if isinstance(container, Pairs) else container[i]
-
-
-def put(container, i, value):
-    value = copy.deepcopy(value)
-    container[i] = (container[i][0], value) if isinstance(container, Pairs) else value
+def places(text):
+    """Where each value of a JSON document is: its key's first character, its own, and its end."""
+    key = None
+    for token in TOKEN.finditer(text):
+        start, end = token.span()
+        if COLON.match(text, end):
+            key = start
+            continue
+        if token[0] in "[{":
+            end = DECODER.raw_decode(text, start)[1]
+        yield start if key is None else key, start, end
+        key = None
 
 
 def edit(text, rng):
     """Edit the structure of a JSON document once."""
-    tree = json.loads(text, object_pairs_hook=Pairs)
-    spots = list(places(tree))
-    if len(spots) > 2000:  # else a tokenizer's vocabulary is nearly always chosen
-        spots = [s for s in spots if len(s[0]) < 40]
-    container, i = rng.choice(spots)
-    other, j = rng.choice(spots)
-    old = get(container, i)
-    how = rng.choice(("delete", "value", "value", "number", "swap", "duplicate", "rename", "root"))
-    if isinstance(old, str) and old.startswith("[") and rng.random() < 0.8:  # packed parameters
-        put(container, i, edit(old, rng))
+    spots = list(places(text))[:500]  # else a tokenizer's vocabulary is nearly always chosen
+    first, start, end = rng.choice(spots)
+    other_first, other_start, other_end = rng.choice(spots)
+    key, old, other = text[first:start], text[start:end], text[other_start:other_end]
+    how = rng.choice(("delete", "value", "value", "number", "swap", "duplicate", "rename"))
+    if old.startswith('"[') and rng.random() < 0.8:  # packed parameters
+        old = json.dumps(edit(json.loads(old), rng))
     elif how == "delete":
-        del container[i]
+        before, after = text[:first], text[end:]
+        if after.lstrip().startswith(","):
+            return before + after.lstrip()[1:]
+        return before.rstrip(", \n") + after
     elif how == "value":
-        put(container, i, rng.choice(VALUES))
+        old = rng.choice(VALUES)
     elif how == "number":
-        container, i = rng.choice([s for s in spots if type(get(*s)) in (int, float)] or spots)
-        n = get(container, i)
-        n = n if type(n) in (int, float) else 1
+        numbers = [spot for spot in spots if text[spot[1]] in "-0123456789"]
+        first, start, end = rng.choice(numbers or spots)
+        key, n = text[first:start], json.loads(text[start:end]) if numbers else 1
         near = (n + 1, n - 1, n * 2, n // 2, -n, n + 8, n + 64, n - 64)
-        put(container, i, rng.choice((*near, float(n), n * 10**9, 0, str(n))))
+        old = json.dumps(rng.choice((*near, float(n), n * 10**9, 0, str(n))))
+    elif how == "swap" and end <= other_start:
+        return text[:start] + other + text[end:other_start] + old + text[other_end:]
     elif how == "swap":
-        put(container, i, get(other, j)), put(other, j, old)
+        old = other
     elif how == "duplicate":
-        item = copy.deepcopy(rng.choice(container))
-        if isinstance(container, Pairs):
-            item = (container[i][0], item[1])
-        container.insert(rng.randrange(len(container) + 1), item)
-    elif how == "rename" and isinstance(container, Pairs):
-        key = container[i][0]
-        key = rng.choice((rng.choice(container)[0], key + "x", key[:-1], ""))
-        container[i] = (key, container[i][1])
-    elif how == "root" and rng.random() < 0.2:
-        tree = rng.choice(VALUES)
-    return dump(tree)
+        old = f"{other}, {key}{old}"
+    elif how == "rename" and key:
+        key = rng.choice((text[other_first:other_start] or key, key.replace('":', 'x":'), '"": '))
+    return text[:first] + key + old + text[end:]
 
 
 def spoil(data, rng):
@@ -180,6 +159,10 @@ def damage_header(data, rng):
     return len(header).to_bytes(8, "little") + header + rest
 
 
+SHAPES = (b"(10000000000, 1, 1)", b"(-1, 1, 1)", b"(2, 2)", b"()", b"(True,)", b"(1e9,)")
+SHAPES += (b"(" * 200 + b")" * 200,)
+
+
 def npy(array):
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, allow_pickle=True)
@@ -210,11 +193,7 @@ def damage_trace(data, rng):
         for name, array in files.items():
             content = npy(array)
             if how == "header" and array is a:
-                shapes = ("(10000000000, 1, 1)", "(-1, 1, 1)", "(2, 2)", "()", "(True,)", "(1e9,)")
-                new = rng.choice((*shapes, "(" * 200 + ")" * 200)).encode()
-                at, end = content.index(b"(", 10), content.index(b")", 10) + 1
-                header = content[10:at] + new + content[end:128].rstrip()
-                header = header.ljust(max(118, len(header)))
+                header = re.sub(rb"\(.*\)", rng.choice(SHAPES), content[10:128].rstrip()).ljust(118)
                 content = content[:8] + len(header).to_bytes(2, "little") + header + content[128:]
             z.writestr(f"{name}.npy", content)
     return out.getvalue()

@@ -1,11 +1,12 @@
-"""Servers in the process of a test: none has to start."""
+"""Servers in the process of a test, of which none has to start, and the requests of a client."""
 
+import json
 import threading
 from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
-from serving import Served
 
 from moelab import DATA
 from moelab.__main__ import main
@@ -13,11 +14,34 @@ from moelab.commands.server import http
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
+SERVERS = {  # how the model is served
+    "resident": ("--mode", "resident"),
+    "streamed": SLOTS,
+    "lookup": (*SLOTS, "--draft", "lookup", "--num-draft-tokens", "4"),
+    "tiny-draft": (*SLOTS, "--draft", str(DATA / "models/tiny-draft")),
+    "tiny-dflash": (*SLOTS, "--draft-model", str(DATA / "models/tiny-dflash")),
+}
+# Of the fixtures ``served`` and ``client``: in batches, and with a draft.
+two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
+
+
+class Here:
+    """A server at ``url``, which ends with /v1, and OpenAI's client of it."""
+
+    def __init__(self, url):
+        self.url = url
+        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+
+    def post(self, path, body):
+        """The status and answer of a request, which may be nonsense."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        answer = httpx.post(self.url + path, content=data, timeout=600)
+        return answer.status_code, answer.json()
 
 
 @contextmanager
 def listening(app, engine):
-    """The address of a server in this process."""
+    """The address of a server of this application."""
     with http.listen("127.0.0.1", 0) as listens:
         url = "http://127.0.0.1:{1}/v1".format(*listens.getsockname())
         server = http.Server(app, engine, listens)
@@ -39,16 +63,9 @@ def started(*options, model=MODEL):
     return code, made[-1] and (made[-1].config.app, made[-1].engine)
 
 
-class Here(Served):
-    """The requests of a client to a server in this process."""
-
-    def __init__(self, url):
-        self.url = url
-        self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
-
-
 @contextmanager
 def serving(*options, **model):
+    """A server of the command."""
     code, made = started(*options, **model)
     assert code == 0
     with listening(*made) as url:

@@ -1,14 +1,6 @@
-"""What one rank does in ``tests/streaming/test_ranks.py``: greedy tokens of several models.
+"""What one rank does in ``tests/streaming/test_ranks.py``: greedy tokens of several models."""
 
-    python rank_decode.py CASES OUT    CASES: JSON, for each case a model and fields of StreamConfig
-
-Each rank writes ``OUT/RANK.npz``: for each case the logits of the prompt's last token and of each
-token after it, the experts that were read, and the counters.
-"""
-
-import json
-import sys
-from pathlib import Path
+import hashlib
 
 import mlx.core as mx
 import numpy as np
@@ -21,17 +13,25 @@ from moelab.streaming.session import session_of
 PROMPT, STEPS = [(31 * i + 5) % 96 for i in range(20)], 4
 
 
-def decode(model_path, fields, group):
-    """Logits, ``[L, E]`` whether an expert was read, hits and misses."""
-    model, _ = load_model(model_path, moelab.StreamConfig(**fields), group=group)
-    with model:
-        layers = session_of(model).layers
-        read = np.zeros((len(layers), max(layer.num_experts for layer in layers)), bool)
-        for layer in layers:
-            spy(layer, read[layer.index])
-        logits = greedy_logits(model, PROMPT, STEPS)
-        stats = moelab.stats(model)
-    return logits, read, [stats.prefill.hits, stats.prefill.misses, stats.decode.misses]
+def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) -> list[tuple]:
+    """For each model and its settings what a rank finds.
+
+    That is a hash of the logits of the prompt's last token and of each token after it, ``[L, E]``
+    whether an expert was read, and hits and misses.
+    """
+    found = []
+    for model_path, fields in cases:
+        model, _ = load_model(model_path, moelab.StreamConfig(**fields), group=group)
+        with model:
+            layers = session_of(model).layers
+            read = np.zeros((len(layers), max(layer.num_experts for layer in layers)), bool)
+            for layer in layers:
+                spy(layer, read[layer.index])
+            logits = greedy_logits(model, PROMPT, STEPS)
+            stats = moelab.stats(model)
+        counts = stats.prefill.hits, stats.prefill.misses
+        found.append((hashlib.sha256(logits.tobytes()).hexdigest(), read.tolist(), counts))
+    return found
 
 
 def spy(layer, read):
@@ -52,14 +52,3 @@ def spy(layer, read):
     if bank is not None:
         watched(bank)
     layer._take_bank = lambda *args: watched(bank_of(*args))
-
-
-if __name__ == "__main__":
-    mx.set_default_device(mx.cpu)
-    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    ranks = mx.distributed.init()
-    found = {}
-    for i, (model_path, settings) in enumerate(cases):
-        for name, value in zip(("logits", "read", "counts"), decode(model_path, settings, ranks)):
-            found[f"{name}{i}"] = value
-    np.savez(out / f"{ranks.rank()}.npz", **found)

@@ -1,7 +1,9 @@
 """A server whose model says what a test wants: it thinks and calls tools."""
 
-import json
+import threading
+import time
 from contextlib import contextmanager
+from functools import cache
 
 import mlx.core as mx
 import mlx_lm
@@ -13,37 +15,22 @@ from transformers import AutoTokenizer
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
+from moelab.commands.server.completions import Chat, Completions
 from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
-from moelab.commands.server.text import Call, Delta
 
+USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
-CALLS = [Call("call_1", "f", '{"a": "é"}'), Call("call_2", "g", "{}")]
-ANSWERS = {  # what is written, and the items that it makes: thoughts begin with *
-    "a text": ([Delta("Hel"), Delta("lo"), Delta(finish="stop")], ["Hello"]),
-    "nothing": ([Delta(finish="stop")], []),
-    "thoughts": (
-        [Delta(reasoning="H"), Delta(reasoning="m"), Delta("\n"), Delta("So", finish="stop")],
-        ["*Hm", "\nSo"],
-    ),
-    "a cut thought": ([Delta(reasoning="Hm", finish="length")], ["*Hm"]),
-    "all in turns": (
-        [
-            Delta("A", "B"),
-            Delta("C", calls=CALLS[:1]),
-            Delta("D"),
-            Delta(reasoning="E"),
-            Delta("\n", calls=CALLS[1:], finish="tool_calls"),
-        ],
-        ["*B", "AC", CALLS[0], "D", "*E", "\n", CALLS[1]],
-    ),
-}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
-SAID = {  # what a model says and how it ends, and the items
+ALL = f"<think>Hm</think>\n\nA{CALL}\n{CALL}<think>I</think>B"
+SAID = {  # what a model says and how it ends, and the items: thoughts begin with *
     "text": (["Hello"], ["Hello"]),
-    "calls": ([f"<think>Hm</think>\n\nA{CALL}\n{CALL}"], ["*Hm", "\n\nA", "call", "\n", "call"]),
+    "nothing": ([""], []),
+    "a cut thought": (["<think>Hm", "length"], ["*Hm"]),
+    "all in turns": ([ALL], ["*Hm", "\n\nA", "call", "\n", "call", "*I", "B"]),
+    "all at once": ([[ALL]], ["*Hm", "\n\nA", "call", "\n", "call", "*I", "B"]),
     "malformed": (["A<tool_call>{oops</tool_call>"], ["A<tool_call>{oops</tool_call>"]),
-    "cut": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
+    "a cut call": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
 }
 CHAT_TOOL = {
     "type": "function",
@@ -55,6 +42,7 @@ TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 {% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
 
 
+@cache
 def caller():
     """What is served of a model that thinks and calls tools."""
     hf = AutoTokenizer.from_pretrained(MODEL)
@@ -80,43 +68,34 @@ def written(prompt):
 
 
 class Speaker:
-    """An engine that writes a text, a letter at a time, or raises an error after it."""
+    """An engine that tells each text letters or pieces, each after ``pause_s`` s, and its end."""
 
-    def __init__(self, said, finish="stop"):
-        self.said, self.finish = said, finish
+    def __init__(self, said="abcd", end="stop", pause_s=0):
+        end = Part(finish=end, usage=USAGE) if isinstance(end, str) else end  # or an error
+        self.events, self.pause_s = [*map(Part, said), end], pause_s
+        self.tells, self.ended = [], []
 
     def begin(self, ask, tell):
-        for letter in self.said:
-            tell(Part(letter))
-        usage = Usage(len(ask.tokens), 1, len(self.said))
-        ended = isinstance(self.finish, str)
-        tell(Part(finish=self.finish, usage=usage) if ended else self.finish)
-        return 1
+        self.tells.append(tell)
+        threading.Thread(target=self._write, args=(tell,), daemon=True).start()
+        return len(self.tells) - 1
+
+    def _write(self, tell):
+        for event in self.events:
+            time.sleep(self.pause_s)
+            if tell not in self.ended:
+                tell(event)
 
     def cancel(self, number):
-        pass
+        self.ended.append(self.tells[number])
 
     check = stop = lambda self: None
 
 
 @contextmanager
 def speaking(*said):
-    """The address of such a server."""
+    """The address of such a server, which speaks all dialects."""
     engine = Speaker(*said)
-    app = http.app(engine, caller(), (Responses, Messages), ())
+    app = http.app(engine, caller(), (Chat, Completions, Responses, Messages), ())
     with listening(app, engine) as url:
         yield url
-
-
-def answered(kind, body, deltas):
-    """A whole answer, the events of a stream, and the sum, as the HTTP layer makes them."""
-    made = []
-    for stream in (False, True):
-        request, told, events = kind(body | {"stream": stream}, fake_served()), iter(deltas), []
-        request._splitter.add = lambda part, told=told: next(told)
-        for _ in deltas:
-            events += request.part(0, request.splitters[0].add(Part()))
-        delta = sum(deltas, Delta(usage=Usage(30, 20, 7)))
-        events = [*request.begin(), *events, *request.end([delta])] if stream else []
-        made.append(json.loads(json.dumps(events or request.whole([delta]))))
-    return *made, delta

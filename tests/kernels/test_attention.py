@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models import base
+from near import near
 from needs import needs_kernels
 
 from moelab.kernels import attention, code, quantized, team
@@ -35,11 +36,6 @@ def masks(B=1, H=4, Tq=5, Tk=9, **_):
     each[..., 0] = True
     added = mx.where(each, mx.random.normal(each.shape, key=mx.random.key(8)), -mx.inf)
     return [None, "causal", seen, window, each, each[:, :1], added]
-
-
-def near(got, want):
-    got, want = np.array(got), np.array(want)
-    return got.shape == want.shape and np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
 SHAPES = [

@@ -1,9 +1,9 @@
 """The recurrence's kernel against mlx-lm's loop, and against itself."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models import gated_delta as of_mlx_lm
+from near import near
 from needs import needs_kernels
 
 from moelab.kernels import code, gated_delta, team
@@ -19,11 +19,6 @@ def inputs(B=1, T=5, Hk=2, Hv=4, Dk=32, Dv=16, vector=False, seed=0):
     beta = mx.random.uniform(0, 1, (B, T, Hv), key=keys[4])
     state = mx.random.normal((B, Hv, Dv, Dk), key=keys[5])
     return [q, k, v, g, beta, state]
-
-
-def near(got, want):
-    got, want = np.array(got), np.array(want)
-    return got.shape == want.shape and np.abs(got - want).max() <= 2e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("vector", (False, True))

@@ -105,14 +105,6 @@ def with_arrays(model, caches, arrays):
     return made
 
 
-def outcome(model, passes, cache):
-    try:
-        got = [model(tokens, cache=cache) for tokens in passes]
-        return [np.array(logits) for logits in got]
-    except Exception as e:
-        return e
-
-
 def drawn(number, pairs):
     """A case: its family, the text of what is unlike usual, the tokens, caches and parameters."""
     draw = random.Random(number)
@@ -151,23 +143,22 @@ def drawn(number, pairs):
     return fast, mlx, caches[B], arrays, passes, changed, told
 
 
-def change(model, changed):
-    """Change parameters. Returns what sets them back."""
-    modules_of, before = dict(model.named_modules()), []
-    for name, how in changed.items():
-        path, _, key = name.rpartition(".")
-        before.append((modules_of[path], key, modules_of[path][key]))
-        modules_of[path][key] = how(modules_of[path][key])
-    return before
-
-
 def complaint(number, pairs):
     """What is wrong with a case, or None."""
     fast, mlx, caches, arrays, passes, changed, told = drawn(number, pairs)
     found = []
     for model in (mlx, fast):
-        before = change(model, changed)
-        found.append(outcome(model, passes, with_arrays(model, caches, arrays)))
+        modules_of, before = dict(model.named_modules()), []
+        for name, how in changed.items():
+            path, _, key = name.rpartition(".")
+            before.append((modules_of[path], key, modules_of[path][key]))
+            modules_of[path][key] = how(modules_of[path][key])
+        cache = with_arrays(model, caches, arrays)
+        try:
+            logits = [model(tokens, cache=cache) for tokens in passes]
+            found.append([np.array(a) for a in logits])
+        except Exception as e:
+            found.append(e)
         for module, key, a in before:
             module[key] = a
     want, got = found

@@ -14,6 +14,7 @@ from greedy import greedy_logits
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, qwen3_next
 from mlx_lm.models.switch_layers import SwitchGLU
+from near import near
 from needs import needs_kernels
 
 from moelab import StreamConfig, kernels
@@ -39,11 +40,6 @@ def small_matrices(monkeypatch):
     """Plain matrices of any size, on any system."""
     monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
     monkeypatch.setattr(modules.platform, "system", lambda: "Linux")
-
-
-def near(got, want):
-    got, want = np.array(got), np.array(want)
-    return got.shape == want.shape and np.abs(got - want).max() <= 1e-5 * np.abs(want).max()
 
 
 def normal(*shape):
@@ -181,7 +177,7 @@ def test_small_plain_matrices_and_those_on_macos_are_mlxs(monkeypatch):
 FAMILIES = sorted(
     {
         (name, ("affine4", "affine8", "mxfp4", "plain32")[zlib.crc32(name.encode()) % 4])
-        for name in families.FAMILIES.keys() - families.EXPERTS_ONLY.keys()
+        for name in families.FAMILIES.keys() - families.EXPERTS_ONLY
     }
     | {("gpt_oss", "mxfp4"), ("gpt_oss", "affine4")}
 )
@@ -196,7 +192,7 @@ def test_every_family(name, variant, tmp_path):
     def logits(**config):
         model, _ = load_model(path, StreamConfig(**config))
         with model:
-            return [greedy_logits(model, prompt, 4) for prompt in (PROMPT, LONG_PROMPT)]
+            return [greedy_logits(model, prompt, 2) for prompt in (PROMPT, LONG_PROMPT)]
 
     mlx, fast = logits(mode="resident", kernels="mlx"), logits(mode="resident", kernels="fast")
     for got, want in zip(fast, mlx):

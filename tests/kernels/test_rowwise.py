@@ -1,9 +1,12 @@
 """What blocks compute between their products, against MLX, and the same bits for any division."""
 
+import functools
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from near import near
 from needs import needs_kernels
 
 from moelab.kernels import code, rowwise, team
@@ -17,9 +20,7 @@ def normal(*shape, scale=1.0):
     return random.normal(scale=scale, size=shape).astype(np.float32)
 
 
-def near(got, want, bound=1e-6):
-    got, want = np.array(got, np.float64), np.array(want, np.float64)
-    return got.shape == want.shape and np.abs(got - want).max() <= bound * np.abs(want).max()
+near = functools.partial(near, bound=1e-6)
 
 
 @pytest.fixture(params=(1, 2, 5), autouse=True)
@@ -97,21 +98,3 @@ def test_routers(E, K):
     assert rowwise.route(equal, K, True)[0].tolist() == [list(range(K))]
     numbers = np.full((1, E), np.nan, np.float32)
     assert sorted(rowwise.route(numbers, K, True)[0][0]) == list(range(K))  # distinct experts
-
-
-def test_combinations():
-    y, scores, shared, gate = normal(21, 40), normal(7, 3), normal(7, 40), normal(7, 1)
-    want = (y.reshape(7, 3, 40) * scores[..., None]).sum(1)
-    assert near(rowwise.combine(y, scores), want)
-    more = normal(7, 40)
-    want = want + more + shared / (1 + np.exp(-gate))
-    assert near(rowwise.combine(y, scores, more, shared, gate), want)
-
-
-def test_rotations():
-    x, rope = normal(5, 3, 64), nn.RoPE(32)
-    want = rope(mx.array(x.transpose(1, 0, 2)[None]), offset=11)
-    unit = mx.concatenate([mx.ones((1, 1, 5, 16)), mx.zeros((1, 1, 5, 16))], axis=-1)
-    angles = np.split(np.array(rope(unit, offset=11))[0, 0], 2, axis=-1)
-    rowwise.rotate(x, *map(np.ascontiguousarray, angles))
-    assert near(x.transpose(1, 0, 2)[None], want)

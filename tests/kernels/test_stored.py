@@ -90,33 +90,32 @@ def test_other_arguments_sources_or_processors_have_other_files(folder, compiled
     assert len(compiled) == len(list(folder.iterdir())) == 3
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", None])
-def test_a_damaged_file_is_replaced(folder, compiled, damage):
+REPLACED = {
+    "empty": lambda file, whole: file.write_bytes(b""),
+    "short": lambda file, whole: file.write_bytes(b"short"),
+    "changed": lambda file, whole: file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1])),
+    "writable": lambda file, whole: file.chmod(0o666),
+    "fifo": lambda file, whole: (file.unlink(), os.mkfifo(file)),
+    "link": lambda file, whole: (file.unlink(), file.symlink_to("nowhere")),
+    "device": lambda file, whole: (file.unlink(), file.symlink_to("/dev/zero")),
+    "folder": lambda file, whole: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("how", REPLACED)
+def test_a_damaged_file_is_replaced(folder, compiled, how, in_time):
+    """Also one that others may write to. No fifo is waited for, no device read without end."""
     want = pack()
     (file,) = folder.iterdir()
     whole = file.read_bytes()
-    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]) if damage is None else damage)
-    assert pack() == want and len(compiled) == 2
-    assert pack() == want and len(compiled) == 2 and file.read_bytes() == whole
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        os.mkfifo,
-        os.mkdir,
-        lambda path: os.symlink("nowhere", path),
-        lambda path: os.symlink("/dev/zero", path),
-    ],
-)
-def test_what_is_no_file_is_not_waited_for(folder, compiled, make, in_time):
-    """Nor is a device read without end. What can be replaced is."""
-    want = pack()
-    (file,) = folder.iterdir()
-    file.unlink()
-    make(file)
-    assert pack() == want and len(compiled) == 2
-    assert pack() == want and file.is_file() == (len(compiled) == 2)
+    REPLACED[how](file, whole)
+    assert pack() == pack() == want
+    if file.is_dir():  # it cannot be replaced
+        assert len(compiled) == 3
+    else:
+        assert len(compiled) == 2 and file.read_bytes() == whole
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(folder, compiled):
@@ -125,23 +124,16 @@ def test_a_folder_that_others_may_write_to_is_not_used(folder, compiled):
     assert pack() == pack() and len(compiled) == 2 and not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("mode", (0o600, 0o666))
-def test_a_file_that_others_wrote_or_may_write_to_is_replaced(folder, compiled, monkeypatch, mode):
-    want = pack()
-    (file,) = folder.iterdir()
-    file.chmod(mode)
-    if mode == 0o600:  # of another user, in a folder of this one
-        fstat = stored.os.fstat
+def test_a_file_of_another_user_is_not_used(folder, compiled, monkeypatch):
+    want, fstat = pack(), stored.os.fstat
 
-        def of_another(number):
-            found = list(fstat(number))
-            found[stat.ST_UID] += 1
-            return stored.os.stat_result(found)
+    def of_another(number):
+        found = list(fstat(number))
+        found[stat.ST_UID] += 1
+        return stored.os.stat_result(found)
 
-        monkeypatch.setattr(stored.os, "fstat", of_another)
+    monkeypatch.setattr(stored.os, "fstat", of_another)
     assert pack() == want and len(compiled) == 2
-    monkeypatch.undo()
-    assert file.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_where_nothing_can_be_stored_kernels_are_built_each_time(tmp_path, compiled, monkeypatch):

@@ -1,13 +1,16 @@
-"""What notebooks measure: the parts of a token, operations, calls of experts, slots."""
+"""What notebooks measure: the parts of a token, operations, calls of experts, slots, ranks."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from moelab import StreamConfig, load
+from moelab import DATA, StreamConfig, load
+from moelab.lab import ranks as processes
 from moelab.lab import records
-from moelab.lab.experiments import bench, dispatch, page_cache, timeline
+from moelab.lab.experiments import bench, dispatch, page_cache, ranks, timeline
 from moelab.streaming.reading.reader import Reader
+
+TINY = DATA / "models" / "tiny-moe"
 
 
 def test_the_host_does_one_thing_after_another(model_path):
@@ -65,11 +68,28 @@ def test_how_experts_were_read_follows_from_the_rows():
     assert found.loc["again"].page_percent == 0, "the disk brought more than was needed"
 
 
-@pytest.mark.parametrize("mb", (478, 956, 1530))
-def test_the_replay_hits_what_the_engine_hit(mb):
-    sizes, costs = page_cache.machine_and_model(records.read("cpu_costs_35b"))
-    samples = page_cache.told(records.read(f"cpu_slots_{mb}"))
-    found = page_cache.replayed(samples, sizes, costs)
-    assert (found.hit_rate - found.replayed_hit_rate).abs().max() < 0.05
-    past = found[found["reads"] == page_cache.PAST]
-    assert (past.replayed_disk_MB / past.disk_MB - 1).abs().max() < 0.15
+# Ranks of tiny-moe write one text; a simulated SSD delays and changes no token
+
+
+def test_ranks_read_less_and_wait_for_a_slow_ssd():
+    fewest = {"tokens": 3, "warmup": 2, "prompt_tokens": 9}
+    made = ranks.divided(TINY, (1, 2), (8,), (40e6,), held=False, **fewest)
+    assert made.tokens.map(str).nunique() == made.digest.nunique() == 1
+    assert made.experts.tolist() == [64, 32]
+    one, two = made.most_nbytes
+    assert 0 < two < one
+    assert (made.decode_s > made.bytes_read / 40e6 * 0.95).all() and (made.wait_s > 0).all()
+
+
+@pytest.mark.parametrize("wrong", ({"tokens": [2]}, {"digest": "b"}))
+def test_texts_that_differ_are_no_record(wrong, monkeypatch):
+    """A rank that decodes other tokens, or with other bits, is an error."""
+    row = {"tokens": [1], "digest": "a", "bytes_read": 0, "decode_s": 1.0}
+    monkeypatch.setattr(ranks, "everywhere", lambda n, *_, **__: [row, row | wrong][:n])
+    with pytest.raises(ValueError, match="the same text of 2 ranks"):
+        ranks.divided(TINY)
+
+
+def test_a_rank_that_fails_says_why():
+    with pytest.raises(OSError, match="rank 0 of 1: .*no-model"):
+        processes.everywhere(1, ranks.decode_here, "no-model", 8, None, 1, 1, 1, None, False)

@@ -111,10 +111,10 @@ def test_what_a_plan_says_of_itself_is_the_records():
     assert (records.read("cpu_planned_own").factor <= plan.OWN_SPREAD).mean() > 0.8
 
 
-def test_our_own_speeds_and_prompts_are_those_that_are_planned_now(monkeypatch):
+def test_our_own_speeds_are_those_that_are_planned_now(monkeypatch):
     record = records.read("cpu_planned_own").set_index(["where", "variant"]).planned_tok_s
     few = [own for own in planned_own.OWN if own[-1] == 4]  # of 40 layers they take long
     monkeypatch.setattr(planned_own, "OWN", few)
     now = planned_own.own().set_index(["where", "variant"])
     assert now.planned_tok_s.to_dict() == pytest.approx(record[now.index].to_dict(), rel=1e-3)
-    assert now.factor.median() < 1.15 and planned_own.own_prompts().factor.max() <= 1.1
+    assert now.factor.median() < 1.15

@@ -1,4 +1,4 @@
-"""Records: tables, intervals, what is not taken for one, and how all are measured again."""
+"""Records: tables, intervals, what is not taken for one, scripts and recipe that measure them."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import records as recipe
 from committed import ROOT
 
 from moelab.lab import records
-from moelab.lab.__main__ import SCRIPTS
+from moelab.lab.__main__ import SCRIPTS, main
 
 ROWS = [
     {"variant": name, "round": i, "decode_s": s, "decode_tokens": 4, "tokens": [1, i]}
@@ -102,6 +102,13 @@ def test_variants_run_in_random_rounds_and_one_that_was_killed_is_not_run_again(
     assert {name for name, _ in calls[::2]} == {"a", "b"}, "the order is random"
     assert made[made.variant == "dies"].killed.tolist() == [False, True]
     assert sum("killed" in row for row in records.as_json(made)["rows"]) == 1
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_its_words(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0 and f"python -m moelab.lab {name}" in capsys.readouterr().out
 
 
 # The records of data/results, measured again by the recipe

@@ -10,10 +10,7 @@ from committed import ROOT
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.__main__ import parse
-from moelab.commands.stream_options import streaming_given
 from moelab.lab import records
-from moelab.lab.arguments import parse_modes
 from moelab.lab.route import route_by
 from moelab.replay import eviction, locality
 from moelab.streaming.model import load_model
@@ -75,18 +72,23 @@ def test_every_policy_on_a_recorded_trace(policy):
         np.testing.assert_allclose(rate, want, atol=0.003)
 
 
-def test_too_few_slots_and_an_expert_twice():
+def test_what_is_refused():
+    """The replay has policies that the engine does not have."""
     with pytest.raises(ValueError, match="slots: expected at least 4 .* got 3"):
         eviction.held(made().experts, 16, 3, "lru")
     with pytest.raises(ValueError, match="distinct experts"):
         eviction.held(np.zeros((2, 1, 4), np.uint16), 16, 8)
+    for policy in ("s3-fifo", "belady", "none"):
+        with pytest.raises(ValueError, match="policy: expected one of lru, lfu, lrfu.* got "):
+            SlotTable(4, policy)
+    with pytest.raises(ValueError, match="policy: expected one of lru.* got 'mru'"):
+        eviction.held(made().experts, 16, 8, "mru")
 
 
 @pytest.mark.parametrize("policy", ("lru", "lfu", "lrfu", "s3-fifo", "belady"))
 def test_the_record_of_notebook_04_is_replayed_again(policy):
-    samples = records.read("cpu_locality")
-    for _, row in samples[(samples.policy == policy) & (samples.text == "code")].iterrows():
-        t = locality.recorded_trace("code").decode
+    samples, t = records.read("cpu_locality"), locality.recorded_trace("code").decode
+    for row in samples[(samples.policy == policy) & (samples.text == "code")].itertuples():
         assert eviction.held(t.experts, 64, row.slots, policy)[64:].sum() == row.hits, row.slots
 
 
@@ -95,43 +97,13 @@ def test_the_policy_that_auto_stands_for():
     assert slots.policy_of("auto", "disk") == "lrfu" and slots.policy_of("lfu", "host") == "lfu"
 
 
-def test_a_policy_is_added_in_one_line(monkeypatch, random_tiny_moe):
-    """A use counts half with each later call: all that know a policy take it."""
-    monkeypatch.setitem(slots.EVICTION, "half", 0.5)
-    table = SlotTable(3, "half")
-    for experts in ([0], [0], [1], [0], [1], [2]):
-        table.commit(table.choose(experts)[1])
-    assert table.reserve([3]) and set(table.slot_of) == {1, 2}, "0 was used most, but earlier"
-
-    args = parse(["generate", "M", "--prompt", "x", "--slots", "14", "--policy", "half"])
-    found = streaming_given(args)
-    assert found == moelab.StreamConfig(slots=14, policy="half", lazy_logits=True)
-    assert parse_modes("fused/policy=half")["fused/policy=half"].policy == "half"
-    hits, want = hits_of_a_model(random_tiny_moe, "half")
-    assert hits == want
-
-
-def test_an_unknown_policy_is_refused():
-    for policy in ("s3-fifo", "belady", "none"):  # the replay has them, the engine does not
-        with pytest.raises(ValueError, match="policy: expected one of lru, lfu, lrfu.* got "):
-            SlotTable(4, policy)
-    with pytest.raises(ValueError, match="policy: expected one of lru.* got 'mru'"):
-        eviction.held(made().experts, 16, 8, "mru")
-
-
-def hits_of_a_model(path, policy):
-    """Hits of a model that is driven by a trace, and those of its replay."""
+@pytest.mark.parametrize("policy", slots.EVICTION)
+def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
     t = made(T=30, L=8, E=64, K=8)
-    model, _ = load_model(path, moelab.StreamConfig(slots=14, policy=policy))
+    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=14, policy=policy))
     with model, route_by(model, t):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
             mx.eval(model(mx.array([[i]]), cache=cache))
         hits = moelab.stats(model).decode.hits
-    return hits, eviction.held(t.experts, 64, 14, policy).sum()
-
-
-@pytest.mark.parametrize("policy", slots.EVICTION)
-def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
-    hits, want = hits_of_a_model(random_tiny_moe, policy)
-    assert hits == want
+    assert hits == eviction.held(t.experts, 64, 14, policy).sum()

@@ -4,24 +4,15 @@ import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from types import SimpleNamespace
+from queue import SimpleQueue
 
 import mlx.core as mx
-import mlx_lm
 import pytest
-from in_process import MODEL, SLOTS, serving
+from in_process import MODEL, SERVERS, SLOTS, serving, started, two_servers
 from mlx_lm.sample_utils import make_sampler
 
-from moelab import DATA
+from moelab.commands.server.ask import Ask
 
-SERVERS = {  # how the model is served
-    "resident": ("--mode", "resident"),
-    "streamed": SLOTS,
-    "lookup": (*SLOTS, "--draft", "lookup", "--num-draft-tokens", "4"),
-    "tiny-draft": (*SLOTS, "--draft", str(DATA / "models/tiny-draft")),
-    "tiny-dflash": (*SLOTS, "--draft-model", str(DATA / "models/tiny-dflash")),
-}
 PROMPTS = [
     'def read_json(path):\n    """Read a JSON file and return its content."""',
     "import numpy as np\n\ndef softmax(x, axis=-1):",
@@ -37,33 +28,11 @@ DEFAULT = {"model": "default_model", "max_tokens": TOKENS}
 
 
 @pytest.fixture(scope="module")
-def mlx():
-    """Writes what mlx-lm does after a prompt, resident and with its own kernels."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    write = partial(mlx_lm.generate, model, tokenizer, max_tokens=TOKENS)
-    return SimpleNamespace(write=write, tokenizer=tokenizer)
-
-
-@pytest.fixture(scope="module")
 def texts(mlx):
     return [mlx.write(prompt) for prompt in PROMPTS]
 
 
-@pytest.fixture(scope="module")
-def served(request):
-    """The server of a parameter's name."""
-    with serving(*SERVERS[request.param]) as server:
-        yield server
-
-
-@pytest.fixture
-def client(served):
-    return served.client
-
-
 every_server = pytest.mark.parametrize("served", SERVERS, indirect=True)
-two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
 
 
 def complete(client, prompt, **fields):
@@ -151,6 +120,13 @@ def test_prompts_that_begin_alike(client, mlx):
     assert answer.choices[0].text == mlx.write(begin + end)
 
 
+def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
+    for restarted in (False, True):
+        with serving(*SLOTS, "--prompt-cache-dir", str(tmp_path)) as server:
+            answer = server.client.completions.create(prompt=PROMPTS[0], **DEFAULT)
+        assert answer.choices[0].text == texts[0] and bool(cached(answer)) == restarted
+
+
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
     """With a penalty, which looks at the whole prompt, cached or not; and of no other request."""
@@ -199,3 +175,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
                 break
         assert slow.done()
     assert written["long"] == mlx.write(long)
+
+
+def test_an_error_of_a_text_ends_no_other():
+    """As of a sampler that cannot be made."""
+    told, (_, (_, engine)) = SimpleQueue(), started(*SLOTS)
+    for sampling in ({"unknown": 1}, {}):
+        engine.begin(Ask([1], 4, sampling), told.put)
+    assert isinstance(told.get(timeout=60), TypeError)
+    while not told.get(timeout=60).finish:
+        pass
+    engine.stop()

@@ -1,11 +1,9 @@
 """The log-likelihoods that lm-eval (``local-completions``) reads, from what it sends."""
 
 import mlx.core as mx
-import mlx_lm
 import pytest
-from in_process import MODEL, SLOTS, serving
+from in_process import MODEL, SERVERS, serving
 
-SERVERS = {"streamed": SLOTS, "lookup": (*SLOTS, "--draft", "lookup")}
 PAIRS = [  # a context and what may follow it
     ("def add(a, b):", "\n    return a + b\n"),
     ("def add(a, b):", "\n    return"),
@@ -16,19 +14,16 @@ PAIRS = [  # a context and what may follow it
 ]
 
 
-@pytest.fixture(scope="module")
-def scored():
+@pytest.fixture
+def scored(mlx):
     """Each pair's tokens, how many are context, and mlx-lm's sum and whether all are likeliest."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    rows = []
+    rows, encode = [], mlx.tokenizer.encode
     for context, continuation in PAIRS:
-        begun, tokens = tokenizer.encode(context), tokenizer.encode(context + continuation)
-        logits = model(mx.array([tokens[:-1]]))[0, len(begun) - 1 :]
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        begun, tokens = encode(context), encode(context + continuation)
+        logprobs = mlx.scores(tokens)[len(begun) - 1 :]
         follow = mx.array(tokens[len(begun) :])
         total = mx.take_along_axis(logprobs, follow[:, None], axis=-1).sum().item()
-        greedy = mx.all(logits.argmax(-1) == follow).item()
+        greedy = mx.all(logprobs.argmax(-1) == follow).item()
         rows.append((context + continuation, tokens, len(begun), total, greedy))
     assert {row[-1] for row in rows} == {True, False}
     return rows
@@ -41,7 +36,7 @@ def read(choice, size):
     return sum(own), own == best
 
 
-@pytest.mark.parametrize("name", SERVERS)
+@pytest.mark.parametrize("name", ["streamed", "lookup"])
 def test_log_likelihoods(name, scored):
     fixed = {"model": MODEL.name, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
     with serving(*SERVERS[name]) as server:

@@ -23,10 +23,17 @@ def asks(kind, usual, *, args=(), **fields):
 
 
 @both
-def test_null_is_the_default(kind, usual):
-    fields = {field.alias or name for name, field in kind.model_fields.items()}
-    nulls = dict.fromkeys({*fields, "response_format", "user", "audio", "role_mapping"})
-    assert asks(kind, nulls | usual) == asks(kind, usual)
+def test_what_changes_nothing(kind, usual):
+    """Null, which is the default, and fields without effect."""
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    nulls = dict.fromkeys({*known, "response_format", "user", "audio", "role_mapping"})
+    taken = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
+    taken |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
+    taken |= {"response_format": {"type": "text"}, "stream_options": {"include_usage": None}}
+    taken |= {"suffix": "", "best_of": 1, "stop": [], "logit_bias": {}, "n": 1}
+    names = [{"model": name} for name in ("tiny-moe", str(MODEL), "default_model")]
+    for fields in (nulls, taken, *names):
+        assert asks(kind, fields | usual) == asks(kind, usual)
 
 
 @both
@@ -62,16 +69,6 @@ def test_several_texts(kind, usual):
         asks(CompletionRequest, {"prompt": ["x"] * 300}, n=4)
 
 
-@both
-def test_fields_without_effect(kind, usual):
-    taken = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
-    taken |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
-    taken |= {"response_format": {"type": "text"}, "stream_options": {"include_usage": None}}
-    taken |= {"suffix": "", "best_of": 1, "stop": [], "logit_bias": {}, "n": 1}
-    for name in ("tiny-moe", str(MODEL), "default_model"):
-        assert asks(kind, usual, model=name, **taken) == asks(kind, usual)
-
-
 def test_prompts():
     """Those of lm-eval's ``local-completions`` too."""
     encode = fake_served().tokenizer.encode
@@ -87,10 +84,15 @@ def test_prompts():
     assert asks(ChatRequest, CHAT, tools=[tool], tool_choice="none") == asks(ChatRequest, CHAT)
 
 
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}
 NAN, HUGE = float("nan"), 10**400  # beyond float64
 BAD = {  # values that are refused
-    "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192], "\ud800"],
-    "messages": [5, [], ["hi"], [{}], {"role": "user"}, [{"role": "user", "content": [{}]}]],
+    "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
+    "messages": [5, [], ["hi"], [{}], {"role": "user"}, *map(user, ([{}], [IMAGE], 5))],
     "max_tokens": [-1, 1.5, True, HUGE, 2**31],
     "temperature": [-1, "hot", NAN, 101, HUGE, True],
     "top_k": [-1, 8192],
@@ -119,11 +121,11 @@ def test_a_bad_field(field):
         with pytest.raises(ValueError) as refused:
             asks(kind, usual | {field: value})
         said, param = str(refused.value), getattr(refused.value, "param", field)
-        assert "surrogates" in said if value == "\ud800" else said.startswith(param)
-        assert field.startswith(param[:40]) and len(said) < 400 and len(param) < 200
+        assert said.startswith(param) and field.startswith(param[:40])
+        assert len(said) < 400 and len(param) < 200
 
 
-WORDS = ["text", "user", "tool", "auto", "function", "tiny-moe", "", "5", "é", "\ud800"]
+WORDS = ["text", "user", "tool", "auto", "function", "tiny-moe", "", "5", "é"]
 KEYS = ["role", "content", "type", "text", "function", "name", "arguments", "tool_calls", "5"]
 LEAVES = st.none() | st.booleans() | st.integers(-2, 9000) | st.floats() | st.sampled_from(WORDS)
 JSON = st.recursive(
@@ -143,4 +145,4 @@ def test_any_json(body, chats, main):
         made = asks(kind, {name: main} | body)
         assert made and json.dumps([vars(ask) for ask in made], allow_nan=False)
     except ValueError as error:
-        assert isinstance(error, (Refused, UnicodeEncodeError)) and len(str(error)) < 400
+        assert isinstance(error, Refused) and len(str(error)) < 400

@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from moelab import DATA
 from moelab.commands.server.ask import Refused
+from moelab.commands.server.requests import ChatRequest
 from moelab.commands.server.template import chat_tokens
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -62,6 +63,7 @@ def wrapped():
 
 
 def chat(tokenizer, messages, tools=None, has_states=True, **given):
+    messages = ChatRequest.of({"messages": messages}).messages
     return chat_tokens(tokenizer, messages, tools, given, has_states)
 
 
@@ -90,10 +92,6 @@ def test_content_is_text(wrapped):
     tokens, cuts, state = chat(wrapped(None, calls=False), messages)
     said = "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"
     assert (wrapped(None).decode(tokens), cuts, state) == (said, [], "normal")
-    messages[1] = user([*parts, {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}])
-    for template in (PLAIN, None):
-        words = "messages[1].content: expected parts of type text, got image_url"
-        assert refused(wrapped(template), messages) == ("messages", words)
 
 
 def function(arguments):
@@ -109,15 +107,12 @@ def test_calls_reach_the_template_as_objects(wrapped):
     for call in ({}, {"function": None}, 3, *wrong):
         messages = [user("a"), {"role": "assistant", "tool_calls": [call]}]
         param, words = refused(wrapped(THINKING), messages)
-        assert param == "messages" and words.startswith("messages[1].tool_calls: expected")
+        assert param == "messages" and words.startswith("messages.1.tool_calls.0")
     assert refused(wrapped(PLAIN, calls=False), [user("a")], TOOLS)[0] == "tools"
 
 
 def test_arguments_of_the_template(wrapped):
-    tokenizer = wrapped("{{ a }}{{ messages[0].content }}")
-    assert text(tokenizer, [user("x")], a=1) == "1x"
-    for name in ("chat_template", "tokenize", "add_generation_prompt", "return_dict"):
-        assert refused(tokenizer, [user("x")], **{name: "x"})[0] == "chat_template_kwargs"
+    assert text(wrapped("{{ a }}{{ messages[0].content }}"), [user("x")], a=1) == "1x"
 
 
 def test_a_template_that_fails_is_refused(wrapped):

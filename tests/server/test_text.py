@@ -1,7 +1,6 @@
 """Stop strings, reasoning and tool calls, as functions of decoded text alone."""
 
 import importlib
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moelab import DATA
-from moelab.commands.server.ask import Part
-from moelab.commands.server.text import Call, Delta, Splitter, Stops, token_bytes
+from moelab.commands.server.ask import Part, Run, total
+from moelab.commands.server.text import Splitter, Stops, token_bytes
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}}
 ADD = {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}}
@@ -63,13 +62,21 @@ def cut(text, places):
     return [text[a:b] for a, b in pairwise(places)]
 
 
-def split(tokenizer, pieces, tools=TOOLS, state="normal", finish="stop"):
-    """Sum the deltas of a text in pieces; a made up id of a call becomes "made"."""
-    splitter = Splitter(tokenizer, tools, state)
-    parts = [*map(Part, pieces), Part(finish=finish)]
-    delta = sum(map(splitter.add, parts), Delta())
-    made = [c._replace(id="made") if c.id.startswith("call_") else c for c in delta.calls]
-    return replace(delta, calls=made)
+def split(tokenizer, pieces, tools=TOOLS, state="normal", finish="stop", one=False):
+    """What a text in pieces becomes, and how it ends; a made up id of a call becomes "made"."""
+    splitter = Splitter(tokenizer, tools, state, one)
+    answer = total([*map(splitter.add, [*map(Part, pieces), Part(finish=finish)])])
+    assert answer.text == "".join(pieces)
+    runs = [r._replace(id="made") if r.id.startswith("call_") else r for r in answer.runs]
+    return runs, answer.finish
+
+
+def text_of(text):
+    return [Run("content", text)], "stop"
+
+
+def thought(text):
+    return Run("reasoning", text)
 
 
 # Few letters, so that stop strings are found, overlap and begin one another.
@@ -93,7 +100,7 @@ def test_a_text_ends_before_the_first_stop_string(text, stops, places):
         taken += piece
         held = taken[len(sent) :]
         assert ends.found or not held or any(stop.startswith(held) for stop in stops)
-    sent += ends.end()
+    sent += ends.add("", last=True)
     assert (sent, bool(ends.found)) == (expected, bool(begins))
 
 
@@ -111,41 +118,44 @@ def test_any_cut_of_a_text_gives_the_same_answer(
     tokenizer = wrapped(parser)
     whole = split(tokenizer, [text], tools, state, finish)
     assert split(tokenizer, cut(text, places), tools, state, finish) == whole
-    # No character is lost but the markers of thinking and what became a call.
-    if not whole.calls:
-        assert finish == whole.finish
-        sent, lost = whole.reasoning + whole.text, text
+    runs, ended = whole
+    if any(run.kind == "call" for run in runs):
+        assert tools and ended == ("tool_calls" if finish == "stop" else "length")
+    else:  # no character is lost but the markers of thinking
+        assert ended == finish
+        sent, lost = "".join(run.text for run in runs), text
         for marker in ("<think>", "</think>"):
             sent, lost = sent.replace(marker, ""), lost.replace(marker, "")
         assert sorted(sent) == sorted(lost)
-    else:
-        assert tools and whole.finish == ("tool_calls" if finish == "stop" else "length")
 
 
 @pytest.mark.parametrize("parser", GOOD)
 def test_a_call_in_each_format(wrapped, parser):
     tokenizer, good = wrapped(parser), GOOD[parser]
-    call = Call("functions.add:0" if parser == "kimi_k2" else "made", "add", '{"a": 1}')
-    assert split(tokenizer, "so " + good) == Delta("so ", calls=[call], finish="tool_calls")
-    thought = split(tokenizer, "hm " + good, state="reasoning")
-    assert thought == Delta(reasoning="hm ", calls=[call], finish="tool_calls")
+    call = Run("call", '{"a": 1}', "functions.add:0" if parser == "kimi_k2" else "made", "add")
+    assert split(tokenizer, "so " + good) == ([Run("content", "so "), call], "tool_calls")
+    runs, _ = split(tokenizer, "hm " + good, state="reasoning")
+    assert runs == [thought("hm "), call]
     # Without tools all of it is text. What the limit cut is, too.
-    assert split(tokenizer, "so " + good, None) == Delta("so " + good, finish="stop")
-    assert split(tokenizer, good[:-1], finish="length") == Delta(good[:-1], finish="length")
+    assert split(tokenizer, "so " + good, None) == text_of("so " + good)
+    assert split(tokenizer, good[:-1], finish="length")[0] == text_of(good[:-1])[0]
     # Tools that a parser does not expect end no answer.
     for tools in ([{}], [{"function": {"name": "add", "parameters": 3}}]):
-        delta = split(tokenizer, [good], tools)
-        assert delta.calls or delta == Delta(good, finish="stop")
+        runs, finish = split(tokenizer, [good], tools)
+        assert finish == "tool_calls" or (runs, finish) == text_of(good)
 
 
 def test_several_calls(wrapped):
-    """Each has an id; missing arguments are an empty object."""
+    """Each has an id; missing arguments are an empty object; only the first if that is asked."""
     text = '[TOOL_CALLS][{"name": "f"}, {"name": "g", "arguments": {"x": "é"}, "id": "abc"}]'
-    calls = [Call("made", "f", "{}"), Call("abc", "g", '{"x": "é"}')]
-    assert split(wrapped("mistral"), text) == Delta(calls=calls, finish="tool_calls")
-    splitter = Splitter(wrapped("json_tools"), TOOLS, "normal")
-    delta = splitter.add(Part(text=2 * GOOD["json_tools"], finish="stop"))
-    assert len({call.id for call in delta.calls}) == 2
+    calls = [Run("call", "{}", "made", "f"), Run("call", '{"x": "é"}', "abc", "g")]
+    assert split(wrapped("mistral"), text) == (calls, "tool_calls")
+    assert split(wrapped("mistral"), text, one=True) == (calls[:1], "tool_calls")
+    text = 2 * GOOD["json_tools"]
+    runs = Splitter(wrapped("json_tools"), TOOLS, "normal").add(Part(text, finish="stop")).runs
+    assert len({run.id for run in runs}) == 2
+    runs, _ = split(wrapped("json_tools"), [text + "b"], one=True)
+    assert [run.kind for run in runs] == ["call", "content"]
 
 
 KIMI = "functions.add:0<|tool_call_argument_begin|>"
@@ -170,26 +180,26 @@ def test_what_is_no_call_is_text(wrapped, parser):
     for inside in NO_CALLS[parser]:
         end = tokenizer.tool_call_end and tokenizer.tool_call_end + " and on"
         text = tokenizer.tool_call_start + inside + end
-        assert split(tokenizer, [text]) == Delta(text, finish="stop"), inside[:50]
+        assert split(tokenizer, [text]) == text_of(text), inside[:50]
 
 
 def test_thinking_goes_on_after_what_is_no_call(wrapped):
     tokenizer = wrapped("json_tools")
-    for thought in ("I write <tool_call> for {}</tool_call> a tool", "the tag <tool_call>"):
-        delta = split(tokenizer, [thought + "</think>Yes"], state="reasoning")
-        assert delta == Delta("Yes", thought, finish="stop")
+    for text in ("I write <tool_call> for {}</tool_call> a tool", "the tag <tool_call>"):
+        runs, _ = split(tokenizer, [text + "</think>Yes"], state="reasoning")
+        assert runs == [thought(text), Run("content", "Yes")]
 
 
 def test_messages_with_headers(wrapped):
     tokenizer = wrapped("muse_spark", response_format=muse_spark.RESPONSE_FORMAT)
     text = "to=self<|message|>I think<|eom|> assistant to=user<|message|>Hello<|eot|>"
     for tools in (TOOLS, None):
-        delta = split(tokenizer, [text], tools, "header")
-        assert delta == Delta("Hello", "I think", finish="stop")
-    delta = split(tokenizer, ["to=f" + GOOD["muse_spark"] + "<|eom|>"], TOOLS, "header")
-    assert delta == Delta(calls=[Call("made", "add", '{"a": 1}')], finish="tool_calls")
+        runs, _ = split(tokenizer, [text], tools, "header")
+        assert runs == [thought("I think"), Run("content", "Hello")]
+    called = split(tokenizer, ["to=f" + GOOD["muse_spark"] + "<|eom|>"], TOOLS, "header")
+    assert called == ([Run("call", '{"a": 1}', "made", "add")], "tool_calls")
     text = "<atem:function_calls></atem:function_calls>"
-    assert split(tokenizer, ["to=f" + text], TOOLS, "header") == Delta(text, finish="stop")
+    assert split(tokenizer, ["to=f" + text], TOOLS, "header") == text_of(text)
 
 
 def test_bytes_of_byte_level_tokens(hf):

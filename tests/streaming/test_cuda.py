@@ -5,7 +5,6 @@ import functools
 import gc
 import itertools
 import os
-import shutil
 import time
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ import pytest
 from families import K
 from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
-from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.repack import repack
@@ -180,7 +178,11 @@ def test_experts_that_are_copied_are_the_same(
 def test_pinned_memory_is_used_again_and_freed(
     piece_nbytes, copies, path, runtime, want, monkeypatch
 ):
-    """Also where ranges are read in pieces, and where one kernel cannot make all copies."""
+    """Also where ranges are read in pieces, and where one kernel cannot make all copies.
+
+    A prompt's experts are copied one after the other, behind what is computed.
+    """
+    monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)
     monkeypatch.setattr(ranges, "PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr(cuda, "MAX_COPIES", copies)
     read_in_threads(monkeypatch)
@@ -208,12 +210,8 @@ def test_the_gpu_waits_for_reads_unless_it_ends_long_kernels(
 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
-@pytest.mark.parametrize("reads_all", (True, False))
-def test_native_code_says_that_bytes_are_there(reads_all, inline, path, runtime, want, monkeypatch):
-    """Before Python does: a reader's thread may have to wait for the GIL first.
-
-    If native code reads less it says nothing. Python reads the rest, and then says so.
-    """
+def test_native_code_says_that_bytes_are_there(inline, path, runtime, monkeypatch):
+    """Before Python does: a reader's thread may have to wait for the GIL first."""
     flags, read = [], native.read
 
     def watched(table, flag=0, arrived=None):
@@ -223,11 +221,9 @@ def test_native_code_says_that_bytes_are_there(reads_all, inline, path, runtime,
         return done
 
     monkeypatch.setattr(native, "read", watched)
-    if not reads_all:
-        monkeypatch.setattr(native, "loop", lambda: lambda *_: None)
     with copying(path, slots=K) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-    assert flags and all(flag == reads_all for flag in flags)
+        greedy_logits(model, PROMPT, 4)
+    assert flags and all(flags)
 
 
 def test_prefetched_experts_are_right(path, runtime, want):
@@ -263,18 +259,6 @@ def test_a_read_that_fails_is_an_error(inline, first, path, runtime, want, monke
             with pytest.raises(ReadError, match="got 0"):
                 greedy_logits(model, PROMPT, 4)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-
-
-def test_a_file_that_changes_is_an_error(path, tmp_path, runtime):
-    path = shutil.copytree(path, tmp_path / "model")
-    with copying(path, slots=K) as model:
-        cache = make_prompt_cache(model)
-        mx.eval(model(mx.array([PROMPT]), cache=cache))
-        for file in path.glob("*.safetensors"):
-            os.utime(file)
-        with pytest.raises(ReadError, match="changed while it was streamed"):
-            for token in range(20):
-                mx.eval(model(mx.array([[token]]), cache=cache))
 
 
 def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch):
@@ -374,14 +358,6 @@ def test_host_memory_that_is_too_small_or_no_gpus_is_refused(path, runtime, monk
         copying(path, slots=K, source="host")
 
 
-def test_parts_of_a_prompt_are_copied_behind_what_is_computed(path, runtime, want, monkeypatch):
-    monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)  # an expert a part
-    read_in_threads(monkeypatch)
-    with copying(path, slots=2 * K) as model:
-        for _ in range(2):
-            assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-
-
 @pytest.mark.parametrize("why", ("no cuda-bindings", "turned off"))
 def test_where_nothing_of_this_is_used(why, path, monkeypatch):
     monkeypatch.setattr(cuda, "runtime", Runtime())
@@ -394,28 +370,3 @@ def test_where_nothing_of_this_is_used(why, path, monkeypatch):
     with load_model(path)[0] as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader
-
-
-def test_a_kernel_is_told_how_many_indices_there_are(monkeypatch):
-    calls = []
-    monkeypatch.setattr(cuda, "_compiled", lambda source: b"code")
-    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", lambda **how: calls.append(how))
-    for indices in (mx.array([[1, 2, 3]], mx.int64), mx.array([4], mx.int32)):
-        cuda.kernel("twice", "const void* after", "a b", "a[0] = n;")(indices, mx.zeros(2), x=5)
-    cuda.kernel.cache_clear()
-    assert [(how["scalars"], how["x"]) for how in calls] == [([3], 5), ([1], 5)]
-    assert [how["inputs"][0].itemsize for how in calls] == [4, 4]
-
-
-@pytest.mark.skipif(
-    not (cuda.on_cuda() and cuda.runtime), reason="needs a CUDA GPU and cuda-bindings"
-)
-def test_numbers_come_and_go_through_the_mailbox():
-    box = cuda.Mailbox()
-    for n in (1, 8, 33, 600):
-        numbers = mx.random.randint(0, 1 << 20, (n, 4), key=mx.random.key(n)).astype(mx.uint32)
-        box.post(numbers, numbers)
-        got = box.collect(numbers)
-        assert mx.array_equal(mx.array(got), numbers)
-        sent = box.send(got[::-1], numbers)
-        assert mx.array_equal(sent, numbers[::-1])

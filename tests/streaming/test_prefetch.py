@@ -100,12 +100,8 @@ def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
     assert c.misses > 0 and c.prefetch_used > 0
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch, inline):
-    if inline:
-        monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
-    else:
-        read_in_threads(monkeypatch)
+def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch):
+    read_in_threads(monkeypatch)
     overlaps, real = [], reader.Reader.read_here
 
     def read_here(self, reads):

@@ -1,5 +1,6 @@
 """Reads by native code: the same bytes and errors as in Python, on real files."""
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -36,9 +37,8 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def of_8():
-    reading = Reader(8)
-    yield reading
-    reading.close()
+    with contextlib.closing(Reader(8)) as reading:
+        yield reading
 
 
 class Read(NamedTuple):
@@ -141,9 +141,8 @@ def test_what_is_cached_and_what_is_not(cached, limit, file, of_8, monkeypatch):
 
 @needs_native
 def test_one_reader_has_one_read_in_flight(file, flags_seen):
-    one = Reader(1)
-    assert_reads(one, ask(one.open(file), spread()))
-    one.close()
+    with contextlib.closing(Reader(1)) as one:
+        assert_reads(one, ask(one.open(file), spread()))
     assert flags_seen == [0]
 
 
@@ -265,9 +264,8 @@ needs_direct = pytest.mark.skipif(native.direct_loop() is None, reason="needs Li
 
 @pytest.fixture
 def direct_of_8():
-    reading = Reader(8, direct=True)
-    yield reading
-    reading.close()
+    with contextlib.closing(Reader(8, direct=True)) as reading:
+        yield reading
 
 
 @pytest.fixture(params=("without a thread", "threads"))
@@ -324,16 +322,15 @@ def test_a_file_that_ends_early_or_a_failing_disk_past_the_page_cache(
 
 
 @needs_direct
-def test_many_reads_in_flight(tmp_path, direct_of_8, monkeypatch):
+@pytest.mark.parametrize("past_the_page_cache", ["without a thread"], indirect=True)
+def test_many_reads_in_flight(tmp_path, past_the_page_cache, monkeypatch):
     """More than fit into the buffer are read by threads; one that has ended makes room."""
     monkeypatch.setattr(flight, "BUFFER_NBYTES", 1 << 20)
     path, size = tmp_path / "large", 100_000
     data = np.random.default_rng(0).bytes(40 * size)
     path.write_bytes(data)
-    of_8 = direct_of_8
+    of_8 = past_the_page_cache
     opened = of_8.open(path)
-    if opened.direct is None:
-        pytest.skip("this file system does not read past the page cache")
     reads = ask(opened, [(i * size, [size]) for i in range(40)])
     first = [of_8.fly(Ranges.of([r])) for r in reads]
     flights = [f for f in first if f]

@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -256,49 +255,31 @@ def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed():
 
 SHRUNK = """
 import sys, moelab, mlx_lm
+from moelab.lab import limit
 from moelab.memory import memory_in_cgroups
 model, tokenizer = moelab.load(sys.argv[1])
 ids = tokenizer.encode(open(sys.argv[2]).read())
 def text(n):
     return [r.token for r in mlx_lm.stream_generate(model, tokenizer, ids[:n], max_tokens=24)]
 text(20)
-print(memory_in_cgroups(), flush=True)
-input()
+limit.lower(int(sys.argv[3]) - memory_in_cgroups() + 29_000_000)
 print(*text(700))
 """
 
 
-def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(tmp_path):
+def test_a_cgroup_whose_limit_is_lowered_gets_slots_back():
     """Between two calls, so that the next prompt may not take what was there before."""
     file = max((TINY_MOE / "heldout").glob("*.py"))
-    argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file)]
     try:
-        with limit.limited(215 * MB) as prepared:
-            if prepared.group is None:
-                pytest.skip("this process cannot make a cgroup whose limit it could lower")
-            told = tmp_path / "told"
-            with (
-                told.open("w") as out,
-                subprocess.Popen(
-                    argv,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=out,
-                    preexec_fn=prepared.before_exec,
-                    text=True,
-                ) as process,
-            ):
-                left = int(process.stdout.readline() or 0)
-                assert left > 29 * MB, told.read_text()
-                prepared.move(215 * MB - left + 29 * MB)
-                got, _ = process.communicate("go\n")
+        argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file), str(215 * MB)]
+        done = limit.run(argv, 215 * MB)
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    assert process.returncode == 0 and "memory is short" in told.read_text(), told.read_text()
+    assert done.returncode == 0 and "memory is short" in done.stderr, done
     model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=64))
     with model:
         ids = tokenizer.encode(file.read_text())[:700]
-        assert greedy_logits(model, ids, 23).argmax(-1).tolist() == list(map(int, got.split()))
+        assert greedy_logits(model, ids, 23).argmax(-1).tolist() == [*map(int, done.stdout.split())]
 
 
 HOLES = """

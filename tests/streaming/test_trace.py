@@ -1,6 +1,7 @@
 """Traces: what is recorded and saved, and a trace in a router's place."""
 
 import io
+import itertools
 import os
 import zipfile
 
@@ -123,6 +124,7 @@ def test_a_routed_model_runs_the_trace(path, mode):
         run(model, steps=2)
     np.testing.assert_array_equal(around.experts, np.concatenate([decoded[:4], decoded[:2]]))
     assert list(seen.phase) == ["prefill"] * 4 + ["decode"] * 7
+    assert list(seen.tokens) == [*PROMPT[0].tolist(), *range(3, 10)]
     assert np.abs(after - before).max() > 1e-3  # other experts were computed
     np.testing.assert_array_equal(run(model), before)  # nothing is left of the trace
     if mode != "resident":
@@ -139,35 +141,28 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, m
     """The recorder gets half of the last call's layers and must not raise an error of its own."""
     model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
     block = [m for m in model.modules() if "gate" in m and "switch_mlp" in m][1]
-    real, calls_left = type(block).__call__, None
+    real, fails = type(block).__call__, itertools.repeat(False)
 
     def failing(self, x):
-        nonlocal calls_left
-        if self is block and calls_left is not None:
-            calls_left -= 1
-            if calls_left < 0:
-                raise OSError("the disk is on fire")
+        if self is block and next(fails):
+            raise OSError("the disk is on fire")
         return real(self, x)
 
     monkeypatch.setattr(type(block), "__call__", failing)
-    with model:
-        with moelab.record(model) as whole:
-            run(model, steps=2)
-        calls_left = 0
+    with moelab.record(model) as whole:
+        run(model, steps=2)
+    for calls in (0, 3):
+        fails = iter([*[False] * calls, True])
         with pytest.raises(OSError, match="on fire"), moelab.record(model) as seen:
             run(model)
-        assert seen.experts.shape == (0, L, K)
-        calls_left = 3
-        with pytest.raises(OSError, match="on fire"), moelab.record(model) as seen:
+        assert len(seen) == (len(whole) if calls else 0)
+        np.testing.assert_array_equal(seen.experts, whole.experts[: len(seen)])
+    fails = itertools.chain([True], itertools.repeat(False))
+    with moelab.record(model) as seen:  # a failed call whose error is caught is left out, too
+        with pytest.raises(OSError, match="on fire"):
             run(model)
-        same(seen, whole)
-        with moelab.record(model) as seen:  # a failed call whose error is caught is left out, too
-            calls_left = 0
-            with pytest.raises(OSError, match="on fire"):
-                run(model)
-            calls_left = None
-            run(model, steps=2)
-        same(seen, whole)
+        run(model, steps=2)
+    same(seen, whole)
 
 
 @pytest.mark.parametrize("wrong", ({"L": L + 1}, {"E": E - 1}, {"K": K - 1}))

@@ -1,6 +1,8 @@
 """What the parts of the server say to each other: a text to write, and what was written of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 
@@ -23,7 +25,7 @@ class Ask:
     seed: int | None = None  # None: random numbers of its own
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
     logprobs: int | None = None  # so many of the likeliest tokens with each token; None: nothing
-    echo: bool = False  # with ``logprobs``: the prompt's tokens have log probabilities too
+    echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``
     num_draft_tokens: int | str = "auto"
     # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
@@ -49,12 +51,40 @@ class Usage(NamedTuple):
     completion: int
 
 
-class Part(NamedTuple):
-    """What was written since the last part. The last one has ``finish`` and ``usage``."""
+class Run(NamedTuple):
+    """A text, a thought or a call in an answer. ``text`` of a call is the JSON of an object."""
+
+    kind: str  # content, reasoning or call
+    text: str
+    id: str = ""  # of a call, as is its name
+    name: str = ""
+
+
+def joined(runs: list[Run]) -> list[Run]:
+    """Make one run of neighbours of one kind, but of calls."""
+    made = []
+    for kind, group in groupby(runs, attrgetter("kind")):
+        same = [*group]
+        made += same if kind == "call" else [Run(kind, "".join(run.text for run in same))]
+    return made
+
+
+@dataclass
+class Part:
+    """What was written since the last part, or a whole answer."""
 
     text: str = ""
     tokens: list[Token] = ()  # if asked for; a text's last token may be one that ends it
     prompt: list[Token] = ()  # if asked for, in the first part
-    finish: str | None = None  # stop or length
-    usage: Usage | None = None
+    finish: str | None = None  # of the last part: stop, length or, after calls, tool_calls
+    usage: Usage | None = None  # of the last part
     stop: str | None = None  # the stop string that ended the text
+    runs: list[Run] = ()  # what ``Splitter`` made of the text
+
+
+def total(parts: list[Part]) -> Part:
+    """Make the whole answer of its parts."""
+    names = ("text", "tokens", "prompt", "runs")
+    sums = {name: [x for part in parts for x in getattr(part, name)] for name in names}
+    sums |= {"text": "".join(sums["text"]), "runs": joined(sums["runs"])}
+    return replace(parts[-1], **sums)

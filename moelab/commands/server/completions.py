@@ -6,8 +6,9 @@ from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
+from .ask import Part
 from .requests import ChatRequest, CompletionRequest
-from .text import Delta, token_bytes
+from .text import token_bytes
 
 LEAST = -9999.0  # OpenAI's log probability of a token that cannot be
 
@@ -25,23 +26,23 @@ class Chat:
         head = {"id": f"{self.names[0]}-{uuid4().hex}", "object": self.names[1 + self.stream]}
         self.head = head | {"created": int(time.time()), "model": served.name}
 
-    def whole(self, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
         """Make the answer of all that was written."""
-        choices = [self._choice(i, delta) for i, delta in enumerate(deltas)]
-        return self.head | {"choices": choices, "usage": self._usage(deltas)}
+        choices = [self._choice(i, part) for i, part in enumerate(parts)]
+        return self.head | {"choices": choices, "usage": self._usage(parts)}
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """Begin each text: the official client counts log probabilities of a first event twice."""
-        return (event for i in range(len(self.asks)) for event in self.part(i, Delta()))
+        return (event for i in range(len(self.asks)) for event in self.part(i, Part()))
 
-    def part(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
+    def part(self, index: int, part: Part) -> Iterable[dict[str, Any]]:
         """Say in a stream what was written of one text."""
-        yield self.head | {"choices": [self._choice(index, delta)]}
+        yield self.head | {"choices": [self._choice(index, part)]}
 
-    def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any] | str]:
+    def end(self, parts: list[Part]) -> Iterable[dict[str, Any] | str]:
         """End a stream and, if that was asked, say how many tokens it took."""
         if self.request.stream_options.get("include_usage"):
-            yield self.head | {"choices": [], "usage": self._usage(deltas)}
+            yield self.head | {"choices": [], "usage": self._usage(parts)}
         yield "[DONE]"
 
     @staticmethod
@@ -50,23 +51,23 @@ class Chat:
         kind = "invalid_request_error" if status < 500 else "server_error"
         return {"error": {"message": words, "type": kind, "param": param, "code": None}}
 
-    def _choice(self, index, delta):
+    def _choice(self, index, part):
         """Make a choice of what was written or, in a stream, of what was added."""
-        begun = {"role": "assistant", "content": None if delta.calls else ""}
-        said = {} if index in self._told else begun
-        said |= {"content": delta.text} if delta.text else {}
-        said |= {"reasoning": delta.reasoning} if delta.reasoning else {}
-        said |= {"tool_calls": []} if delta.calls else {}
+        said = {} if index in self._told else {"role": "assistant", "content": ""}
         told = self._told.get(index, 0)
-        for number, (id, name, arguments) in enumerate(delta.calls, told):
-            function = {"name": name, "arguments": arguments}
-            made = {"index": number} if self.stream else {}
-            said["tool_calls"].append(made | {"id": id, "type": "function", "function": function})
-        self._told[index] = told + len(delta.calls)
-        scores = {"content": [self._score(*token) for token in delta.tokens]}
+        for kind, text, id, name in part.runs:
+            if kind == "call":
+                call = {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+                call |= {"index": told} if self.stream else {}
+                said.setdefault("tool_calls", []).append(call)
+                told += 1
+            else:
+                said[kind] = said.get(kind, "") + text
+        self._told[index] = told
+        scores = {"content": [self._score(*token) for token in part.tokens]}
         scores = None if self.asks[index].logprobs is None else scores
         name = "delta" if self.stream else "message"
-        return {"index": index, name: said, "logprobs": scores, "finish_reason": delta.finish}
+        return {"index": index, name: said, "logprobs": scores, "finish_reason": part.finish}
 
     def _score(self, token, logprob, top=None):
         """Make OpenAI's form of a token, its log probability and the likeliest tokens."""
@@ -75,10 +76,10 @@ class Chat:
         row = {"token": data.decode(errors="backslashreplace"), "bytes": [*data], "logprob": score}
         return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
 
-    def _usage(self, deltas):
+    def _usage(self, parts):
         """Count a prompt once, although ``n`` texts go on after it."""
-        prompts = [delta.usage for delta in deltas[:: self.request.n]]
-        read, written = sum(u.prompt for u in prompts), sum(d.usage.completion for d in deltas)
+        prompts = [part.usage for part in parts[:: self.request.n]]
+        read, written = sum(u.prompt for u in prompts), sum(part.usage.completion for part in parts)
         usage = dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)
         return usage | {"prompt_tokens_details": {"cached_tokens": sum(u.cached for u in prompts)}}
 
@@ -89,12 +90,12 @@ class Completions(Chat):
     paths = ("/v1/completions",)
     kind, names = CompletionRequest, ("cmpl", "text_completion", "text_completion")
 
-    def _choice(self, index, delta):
+    def _choice(self, index, part):
         """Make a choice of a text or of its next part; with ``echo`` the prompt comes before."""
-        text, begun = delta.text, self.request.prompt[index // self.request.n]
+        text, begun = part.text, self.request.prompt[index // self.request.n]
         if self.request.echo and index not in self._told:
             text = (begun if isinstance(begun, str) else self.tokenizer.decode(begun)) + text
-        rows = [self._score(*token) for token in delta.prompt + delta.tokens]
+        rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]
         # Only the first byte of a character has other first bits than 10.
         sizes = [sum(byte & 0xC0 != 0x80 for byte in row["bytes"]) for row in rows]
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
@@ -105,4 +106,4 @@ class Completions(Chat):
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]
         scores = None if self.request.logprobs is None else scores
-        return {"index": index, "text": text, "logprobs": scores, "finish_reason": delta.finish}
+        return {"index": index, "text": text, "logprobs": scores, "finish_reason": part.finish}

@@ -6,17 +6,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .ask import Ask, Refused
+from .ask import Ask, Part, Refused
 from .requests import Stop
 from .responses import Responses, Translated
-from .text import Delta, Splitter
+from .text import Splitter
 
 BILLING = "x-anthropic-billing-header:"  # begins a text of Claude Code that no model should read
 SIGNATURE = "moelab"  # of thinking; clients may drop what has none
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {500: "api_error", 503: "overloaded_error"}
-DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+DELTAS |= {"call": ("input_json_delta", "partial_json")}
 
 
 class _Request(Translated):
@@ -48,18 +49,24 @@ class Messages(Responses):
         self.answer |= {"model": served.name, "content": [], "stop_reason": None}
         self.answer |= {"stop_sequence": None, "usage": _usage(len(self.asks[0].tokens), 0, 0)}
 
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
+        """Make the answer of all that was written."""
+        part = parts[0]
+        stop = part.stop if part.finish == "stop" else None
+        ended = {"stop_reason": "stop_sequence" if stop else REASONS[part.finish]}
+        ended |= {"stop_sequence": stop, "usage": _usage(*part.usage)}
+        return self.answer | ended | {"content": [self._block(run) for run in part.runs]}
+
     def begin(self) -> Iterable[dict[str, Any]]:
         """Begin a stream."""
         yield {"type": "message_start", "message": self.answer}
 
-    def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
+    def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
         """End a stream."""
-        yield from self._end_item("completed")
-        finish, usage = deltas[0].finish, _usage(*deltas[0].usage)
-        stop = self.stop if finish == "stop" else None
-        ended = {"stop_reason": "stop_sequence" if stop else REASONS[finish], "stop_sequence": stop}
-        self.answer = self.answer | ended | {"usage": usage, "content": self.items}
-        yield {"type": "message_delta", "delta": ended, "usage": usage}
+        yield from self._end_item(self._runs, "completed")
+        answer = self.whole(parts)
+        ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": ended, "usage": answer["usage"]}
         yield {"type": "message_stop"}
 
     @staticmethod
@@ -68,28 +75,29 @@ class Messages(Responses):
         kind = ERRORS.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": words}}
 
-    def _item(self, kind, text, status="in_progress"):
-        if kind == "text":
-            return {"type": "text", "text": text}
-        if kind == "reasoning":
-            return {"type": "thinking", "thinking": text, "signature": text and SIGNATURE}
-        given = json.loads(text or "{}")
-        return {"type": "tool_use", "id": kind.id, "name": kind.name, "input": given}
+    def _block(self, run):
+        if run.kind == "content":
+            return {"type": "text", "text": run.text}
+        if run.kind == "reasoning":
+            return {"type": "thinking", "thinking": run.text, "signature": run.text and SIGNATURE}
+        given = json.loads(run.text or "{}")
+        return {"type": "tool_use", "id": run.id, "name": run.name, "input": given}
 
-    def _opened(self, kind):
-        yield self._event("start", content_block=self._item(kind, ""))
+    def _opened(self, number, run):
+        yield self._event("start", number, content_block=self._block(run._replace(text="")))
 
-    def _more(self, kind, text):
-        name, field = DELTAS.get(kind, ("input_json_delta", "partial_json"))
-        return self._event("delta", delta={"type": name, field: text})
+    def _more(self, number, run):
+        name, field = DELTAS[run.kind]
+        return self._event("delta", number, delta={"type": name, field: run.text})
 
-    def _closed(self, kind, item):
-        if kind == "reasoning":
-            yield self._event("delta", delta={"type": "signature_delta", "signature": SIGNATURE})
-        yield self._event("stop")
+    def _closed(self, number, run, status):
+        if run.kind == "reasoning":
+            signed = {"type": "signature_delta", "signature": SIGNATURE}
+            yield self._event("delta", number, delta=signed)
+        yield self._event("stop", number)
 
-    def _event(self, kind, **fields):
-        return {"type": f"content_block_{kind}", "index": len(self.items)} | fields
+    def _event(self, kind, number, **fields):
+        return {"type": f"content_block_{kind}", "index": number} | fields
 
 
 def _usage(read, cached, written):

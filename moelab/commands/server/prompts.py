@@ -13,7 +13,6 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from ...memory import return_free_memory
 from ...streaming.plan import memory_now
-from ..kv_cache import PromptFiles
 
 MODEL = "model"  # LRUPromptCache has a key for the model, and a server has one model
 MIN_SHARED = 16  # fewer tokens that prompts share are sooner read again than kept
@@ -28,23 +27,20 @@ class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
     Where less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0, as on ranks
-    (which must all keep the same), none is. One thread calls this.
+    (which must all keep the same), none is. ``files`` (``PromptFiles``) has what an earlier server
+    kept, and ``close`` saves what this one keeps. One thread calls this.
     """
 
-    def __init__(self, size: int = 10, nbytes: int = sys.maxsize, free_nbytes: int = 0):
-        self._lru, self._free_nbytes, self._files = LRUPromptCache(size, nbytes), free_nbytes, None
+    def __init__(self, size=10, nbytes=sys.maxsize, free_nbytes=0, files=None):
+        self._lru, self._free_nbytes, self._files = LRUPromptCache(size, nbytes), free_nbytes, files
         self._kept, self._numbers = weakref.WeakValueDictionary(), itertools.count()  # oldest first
         self._latest = deque(maxlen=LATEST)  # tokens of prompts that were read
-
-    def restore(self, files: PromptFiles) -> None:
-        """Keep what an earlier server saved, the newest first; ``close`` saves it again."""
-        free = memory_now()[1] - self._free_nbytes if self._free_nbytes else sys.maxsize
-        for prompt in files.read(self._lru.max_size, min(free, self._lru.max_bytes)):
+        free = memory_now()[1] - free_nbytes if free_nbytes else sys.maxsize
+        for prompt in files.read(size, min(free, nbytes)) if files is not None else ():
             self.keep(*prompt)
-        self._files = files
 
     def close(self) -> None:
-        """Save what is kept, if ``restore`` said where."""
+        """Save what is kept, if there are ``files``."""
         if self._files is not None:
             self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
 

@@ -1,11 +1,10 @@
 """Requests in OpenAI's form are checked and become one ``Ask`` for each text to write."""
 
-import json
 from inspect import signature
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ...checkpoint import shorten
@@ -17,7 +16,7 @@ DEFAULT = "default_model"  # mlx-lm's name of the model of the command line
 TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # without effect
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
 TAKEN |= {"client_metadata", "inference_geo", "max_tool_calls", "speed"}
-ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}
+ONLY = {"response_format": {"type": "text"}, "modalities": ["text"]}
 ONLY |= {"reasoning_effort": "medium", "verbosity": "medium", "best_of": 1, "suffix": ""}  # or null
 ONLY |= {"background": False, "truncation": "disabled"}
 ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
@@ -27,7 +26,7 @@ PENALTIES = {*signature(make_logits_processors).parameters}
 
 def _object(**fields):
     """Make the type of an object that has these fields and may have others."""
-    return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("_object", fields))
+    return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("object", fields))
 
 
 def _expect(is_so, name, expected, got):
@@ -40,8 +39,10 @@ Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Tool = _object(type=Literal["function"], function=_object(name=str))
-Content = str | list[_object(type=str, text=NotRequired[str | None])] | None
-Message = _object(role=str, content=NotRequired[Content])
+Content = str | list[_object(type=Literal["text"], text=NotRequired[str | None])] | None
+Arguments = Json[dict] | dict | Literal[""] | None
+Calls = list[_object(function=_object(arguments=NotRequired[Arguments]))] | None
+Message = _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls])
 
 
 class Request(BaseModel):
@@ -74,10 +75,9 @@ class Request(BaseModel):
         """Check the fields of a request. ``Refused`` names one that is wrong."""
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:
-            json.dumps(given, ensure_ascii=False).encode()  # an error for half of a character
             return cls.model_validate(given)
         except ValidationError as error:
-            wrong = error.errors(include_url=False)[0]
+            wrong = error.errors(include_url=False)[-1]  # of a union
         where, got = [shorten(name, 100) for name in wrong["loc"]], shorten(wrong["input"], 100)
         raise Refused(f"{'.'.join(where)}: {wrong['msg']}, got {got!r}", where[0])
 
@@ -113,6 +113,7 @@ class ChatRequest(Request):
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     tools: list[Tool] = Field([], fail_fast=True)
     tool_choice: Literal["auto", "none"] = "auto"
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
@@ -124,7 +125,8 @@ class ChatRequest(Request):
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
         asks = self.make([prompt], served, scores)
-        return asks, [Splitter(tokenizer, tools, state) for _ in asks]
+        one = not self.parallel_tool_calls
+        return asks, [Splitter(tokenizer, tools, state, one) for _ in asks]
 
 
 class CompletionRequest(Request):
@@ -142,4 +144,4 @@ class CompletionRequest(Request):
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
         asks = self.make(prompts, served, self.logprobs, self.echo and scores)
-        return asks, [Splitter(served.tokenizer, None, "text") for _ in asks]
+        return asks, [Splitter(served.tokenizer, None, "content") for _ in asks]

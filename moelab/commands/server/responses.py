@@ -7,18 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ...checkpoint import shorten
-from .ask import Ask, Part
+from .ask import Ask, Part, joined
 from .completions import Chat
-from .requests import ChatRequest
-from .text import Delta, Splitter
+from .requests import ChatRequest, Message
+from .text import Splitter
 
-ABOUT = {"status": "in_progress", "output": [], "parallel_tool_calls": True, "tools": []}
-ABOUT |= {"tool_choice": "auto"}
-# What an item has beside its text, and what the part of it that holds the text has.
-HEADS = {"text": {"type": "message", "role": "assistant"}}
-HEADS |= {"reasoning": {"type": "reasoning", "summary": []}}
-PARTS = {"text": {"type": "output_text", "annotations": []}}
-PARTS |= {"reasoning": {"type": "reasoning_text"}}
+HEADS = {"content": {"type": "message", "role": "assistant"}}
+HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "function_call"}}
+TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 
 def pieces(value: Any, role: str = "user") -> Iterator[dict[str, Any]]:
@@ -29,7 +25,6 @@ def pieces(value: Any, role: str = "user") -> Iterator[dict[str, Any]]:
         case {"type": "reasoning_text", "text": str(text)} | {"thinking": str(text)}:
             yield {"role": "assistant", "reasoning": text}
         case {"type": "reasoning" | "redacted_thinking"}:  # thoughts that may be unreadable
-            yield {"role": "assistant", "content": ""}
             yield from pieces(value.get("content") or [])
         case {"call_id": str(number), "name": str(name), "arguments": given} | {
             "id": str(number),
@@ -61,8 +56,8 @@ def function(tool: Any) -> dict[str, Any]:
     raise ValueError("expected a function of the client's own")
 
 
-Pieces = Annotated[list, BeforeValidator(lambda value: [*pieces(value)]), Field(min_length=1)]
-System = Annotated[list, BeforeValidator(lambda value: [*pieces(value, "system")])]
+Pieces = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value)])]
+System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, "system")])]
 Function = Annotated[dict, BeforeValidator(function)]
 
 
@@ -72,11 +67,10 @@ class Translated(ChatRequest):
     n: Literal[1] = 1
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
-    messages: Pieces
+    messages: Pieces = Field(min_length=1)
     system: System = Field([])
     tools: list[Function] = Field([])
     reasoning: dict[str, str | None] = Field({})
-    parallel_tool_calls: bool = True
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make messages of their pieces, which templates take, and then the ask.
@@ -101,7 +95,7 @@ class Translated(ChatRequest):
 
 
 class _Request(Translated):
-    messages: Pieces = Field(alias="input")
+    messages: Pieces = Field(alias="input", min_length=1)
     system: System = Field([], alias="instructions")
     max_tokens: int | None = Field(None, ge=1, lt=2**31, alias="max_output_tokens")
     text: dict[str, Literal["medium"] | dict[Literal["type"], Literal["text"]] | None] = Field({})
@@ -109,58 +103,50 @@ class _Request(Translated):
 
 
 class Responses(Chat):
-    """A request and its answer, a list of items. An item ends where one of another kind begins.
-
-    A kind is "text", "reasoning" or a call, whose text is that of its arguments.
-    """
+    """A request and its answer, a list of items: one for each run of what was written."""
 
     paths, names = ("/v1/responses", "/responses"), ("resp", "response", "response")
     kind = _Request
 
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
-        # It splits the text itself: the sum of what was written has no order.
-        (self._splitter,), self.splitters = self.splitters, [self]
-        self._calls = 2**31 if self.request.parallel_tool_calls else 1  # that can still be made
-        self.items, self._kind, self._said, self._events = [], None, [], []
-        self._numbers = count(1)  # of a stream's events
-        self.answer = ABOUT | self.head | {"created_at": self.head["created"]}
+        self._runs, self._numbers = [], count(1)  # what a stream has said, and its events
+        self.answer = self.head | {"created_at": self.head["created"], "status": "in_progress"}
+        self.answer |= {"output": [], "tools": [], "tool_choice": "auto"}
+        self.answer |= {"parallel_tool_calls": self.request.parallel_tool_calls}
 
-    def add(self, part: Part) -> Delta:
-        """Split a part of the text, and put what was written into items, in their order."""
-        delta, self.stop = self._splitter.add(part), part.stop
-        calls = [(call, call.arguments) for call in delta.calls[: self._calls]]
-        self._calls -= len(calls)
-        written = [("reasoning", delta.reasoning), ("text", delta.text), *calls]
-        self._events = [e for kind, text in written if text for e in self._write(kind, text)]
-        return delta
-
-    def whole(self, deltas: list[Delta]) -> dict[str, Any]:
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
         """Make the answer of all that was written."""
-        list(self.end(deltas))
-        return self.answer
+        runs, status, reason = parts[0].runs, "completed", None
+        if parts[0].finish == "length":
+            status, reason = "incomplete", {"reason": "max_output_tokens"}
+        states = ["completed"] * (len(runs) - 1) + [status]
+        ended = {"output": [*map(self._item, count(), runs, states)], "status": status}
+        read, cached, written = parts[0].usage
+        usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+        usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
+        return self.answer | ended | {"incomplete_details": reason, "usage": usage}
 
     def begin(self) -> Iterable[dict[str, Any]]:
         """Begin a stream."""
         yield {"type": "response.created", "sequence_number": 0, "response": self.answer}
 
-    def part(self, index: int, delta: Delta) -> Iterable[dict[str, Any]]:
-        """Say in a stream what was written."""
-        return self._events
+    def part(self, index: int, part: Part) -> Iterable[dict[str, Any]]:
+        """Say in a stream what was written. An item ends where the next one begins."""
+        for run in part.runs:
+            told, self._runs = self._runs, joined([*self._runs, run])
+            if len(self._runs) > len(told):
+                yield from self._end_item(told, "completed")
+                yield from self._opened(len(told), run)
+            yield self._more(len(self._runs) - 1, run)
 
-    def end(self, deltas: list[Delta]) -> Iterable[dict[str, Any]]:
+    def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
         """End a stream."""
-        status = "incomplete" if deltas[0].finish == "length" else "completed"
-        yield from self._end_item(status)
-        read, cached, written = deltas[0].usage
-        usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
-        usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
-        usage["output_tokens_details"] = {"reasoning_tokens": 0}
-        reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        ended = {"status": status, "incomplete_details": reason, "usage": usage}
-        self.answer = self.answer | ended | {"output": self.items}
-        number = next(self._numbers)
-        yield {"type": f"response.{status}", "sequence_number": number, "response": self.answer}
+        answer = self.whole(parts)
+        yield from self._end_item(self._runs, answer["status"])
+        kind, number = f"response.{answer['status']}", next(self._numbers)
+        yield {"type": kind, "sequence_number": number, "response": answer}
 
     @staticmethod
     def error(words: str, param: str | None, status: int) -> dict[str, Any]:
@@ -168,48 +154,33 @@ class Responses(Chat):
         failed = {"status": "failed", "error": {"code": "server_error", "message": words}}
         return Chat.error(words, param, status) | {"type": "response.failed", "response": failed}
 
-    def _write(self, kind, text):
-        if kind != self._kind:
-            yield from self._end_item("completed")
-            self._kind, self._said = kind, []
-            yield from self._opened(kind)
-        self._said.append(text)
-        yield self._more(kind, text)
+    def _end_item(self, runs, status):
+        if runs:
+            yield from self._closed(len(runs) - 1, runs[-1], status)
 
-    def _end_item(self, status):
-        if self._kind:
-            item = self._item(self._kind, "".join(self._said), status)
-            yield from self._closed(self._kind, item)
-            self.items.append(item)
+    def _item(self, number, run, status="in_progress"):
+        item = {"id": f"{self.head['id']}_{number}", "status": status} | HEADS[run.kind]
+        if run.kind == "call":
+            return item | {"call_id": run.id, "name": run.name, "arguments": run.text}
+        part = {"type": TEXTS[run.kind], "text": run.text, "annotations": []}
+        return item | {"content": [part]}
 
-    def _item(self, kind, text, status="in_progress"):
-        item = {"id": f"{self.head['id']}_{len(self.items)}", "status": status}
-        if kind in PARTS:
-            return item | HEADS[kind] | {"content": [PARTS[kind] | {"text": text}] if text else []}
-        call = {"call_id": kind.id, "name": kind.name, "arguments": text}
-        return item | {"type": "function_call"} | call
+    def _opened(self, number, run):
+        item = self._item(number, run._replace(text=""))
+        yield self._event("output_item.added", number, item=item)
 
-    def _opened(self, kind):
-        yield self._event("output_item.added", item=self._item(kind, ""))
-        if kind in PARTS:
-            yield self._event("content_part.added", part=PARTS[kind] | {"text": ""})
+    def _more(self, number, run):
+        return self._event(f"{TEXTS[run.kind]}.delta", number, delta=run.text)
 
-    def _more(self, kind, text):
-        name = PARTS[kind]["type"] if kind in PARTS else "function_call_arguments"
-        return self._event(f"{name}.delta", delta=text)
+    def _closed(self, number, run, status):
+        said = (
+            {"name": run.name, "arguments": run.text} if run.kind == "call" else {"text": run.text}
+        )
+        yield self._event(f"{TEXTS[run.kind]}.done", number, **said)
+        yield self._event("output_item.done", number, item=self._item(number, run, status))
 
-    def _closed(self, kind, item):
-        if kind in PARTS:
-            (part,) = item["content"]
-            yield self._event(f"{part['type']}.done", text=part["text"])
-            yield self._event("content_part.done", part=part)
-        else:
-            said = item["arguments"]
-            yield self._event("function_call_arguments.done", name=kind.name, arguments=said)
-        yield self._event("output_item.done", item=item)
-
-    def _event(self, kind, **fields):
-        """Make an event about the item that is being written."""
-        place = {"item_id": f"{self.head['id']}_{len(self.items)}", "output_index": len(self.items)}
+    def _event(self, kind, number, **fields):
+        """Make an event about an item."""
+        place = {"item_id": f"{self.head['id']}_{number}", "output_index": number}
         place |= {"content_index": 0, "sequence_number": next(self._numbers), "logprobs": []}
         return {"type": f"response.{kind}"} | place | fields

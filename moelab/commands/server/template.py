@@ -1,6 +1,5 @@
 """Messages become the tokens that the model reads, by its chat template."""
 
-import json
 from contextlib import suppress
 from functools import partial
 from inspect import signature
@@ -10,7 +9,7 @@ from mlx_lm.server import convert_chat
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from ...checkpoint import describe, shorten
+from ...checkpoint import describe
 from .ask import Refused
 
 OURS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"documents"}
@@ -29,7 +28,7 @@ def chat_tokens(
         name = "chat_template_kwargs"
         raise Refused(f"{name}: {min(wrong)} is set by the server. Leave it out.", name)
     system = "developer" if "developer" in str(tokenizer.chat_template) else "system"
-    messages = [_message(message, i, system) for i, message in enumerate(messages)]
+    messages = [_message(message, system) for message in messages]
     if not tokenizer.has_chat_template:
         return tokenizer.encode(convert_chat(messages)), [], "normal"
     render = partial(tokenizer.apply_chat_template, tools=tools or None, **given)
@@ -60,25 +59,15 @@ def chat_tokens(
     return tokens, cuts, state
 
 
-def _message(message, number, system):
+def _message(message, system):
     """Make a message what templates expect: text, and arguments that are objects."""
     message = {name: value for name, value in message.items() if value is not None}
-    where, content = f"messages[{number}]", message.get("content", "")
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if wrong := [part["type"] for part in parts if part["type"] != "text"]:
-        got = shorten(wrong[0], 50)
-        raise Refused(f"{where}.content: expected parts of type text, got {got}", "messages")
+    content = message.get("content", "")
+    parts = [{"text": content}] if isinstance(content, str) else content
     message["content"] = "".join(part.get("text") or "" for part in parts)
     message["role"] = system if message["role"] == "developer" else message["role"]
+    for call in message.get("tool_calls", []):
+        call["function"]["arguments"] = call["function"].get("arguments") or {}
     if "reasoning" in message:  # as this server's answers have it; templates know the other name
         message.setdefault("reasoning_content", message["reasoning"])
-    try:
-        for call in message.pop("tool_calls", []):
-            arguments = call["function"].get("arguments") or {}
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-            function = call["function"] | {"arguments": {**arguments}}
-            message.setdefault("tool_calls", []).append(call | {"function": function})
-    except Exception as error:
-        words = f"{where}.tool_calls: expected functions, their arguments the JSON of an object"
-        raise Refused(f"{words}: {describe(error)}", "messages") from error
     return message

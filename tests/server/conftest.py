@@ -1,0 +1,36 @@
+"""What several files need: a server of a real model, and what mlx-lm writes."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from in_process import MODEL, SERVERS, serving
+
+
+@pytest.fixture(scope="session")
+def mlx():
+    """Writes what mlx-lm does after a prompt, resident and with its own kernels."""
+    model, tokenizer = mlx_lm.load(str(MODEL))
+    model.set_dtype(mx.float32)
+    write = partial(mlx_lm.generate, model, tokenizer, max_tokens=16)
+
+    def scores(tokens):
+        """Log probabilities [T - 1, V] of what follows each token."""
+        return nn.log_softmax(model(mx.array([tokens]))[0, :-1], axis=-1)
+
+    return SimpleNamespace(write=write, scores=scores, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def served(request):
+    """The server of a parameter's name in ``SERVERS``."""
+    with serving(*SERVERS[request.param]) as server:
+        yield server
+
+
+@pytest.fixture
+def client(served):
+    return served.client

@@ -1,0 +1,230 @@
+"""What coding agents speak: OpenAI's responses and Anthropic's messages, by their clients."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+
+import agents
+import anthropic
+import openai
+import pytest
+import speaker
+from anthropic.types import Message, RawMessageStreamEvent
+from in_process import SLOTS, serving
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from moelab.commands.server.ask import Refused
+from moelab.commands.server.completions import Chat
+from moelab.commands.server.messages import Messages
+from moelab.commands.server.responses import Responses
+
+HOW = {"api_key": "none", "max_retries": 0, "timeout": 60}
+ASK = {"model": "default_model", "input": "x", "tools": agents.CODEX["tools"]}
+MESSAGES = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+MESSAGES |= {"model": "default_model", "tools": agents.CLAUDE_CODE["tools"]}
+STATUS = {"stop": "completed", "length": "incomplete", "tool_calls": "completed"}
+REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class OpenAI:
+    """OpenAI's client of responses."""
+
+    library, kind, types = openai, Responses, (Response, ResponseStreamEvent)
+    usual, conversation, length, endings = ASK, agents.CODEX, "max_output_tokens", STATUS
+    asked = "input"
+
+    def __init__(self, url):
+        self.client = openai.OpenAI(base_url=url, **HOW)
+        self.asks = self.client.responses
+
+    def summed(self, **fields):
+        """What the client makes of a stream."""
+        with self.asks.stream(**self.usual | fields) as stream:
+            *events, last = stream
+        text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        assert text == last.response.output_text
+        return last.response
+
+    def facts(self, answer):
+        """Its items, how it ended, and its tokens: of the prompt, not read again, written."""
+        used, items = answer.usage, []
+        for item in answer.output:
+            if item.type == "function_call":
+                assert json.loads(item.arguments) == {"a": [1, "é"]} and item.name == "f"
+                items.append("call")
+            else:
+                (part,) = item.content
+                items.append(part.text if item.type == "message" else "*" + part.text)
+            is_last = item is answer.output[-1]
+            assert item.status == (answer.status if is_last else "completed")
+        cached = used.input_tokens_details.cached_tokens
+        return items, answer.status, (used.input_tokens, cached, used.output_tokens)
+
+
+class Anthropic:
+    """Anthropic's client of messages."""
+
+    library, kind, types = anthropic, Messages, (Message, RawMessageStreamEvent)
+    usual, conversation, length, endings = MESSAGES, agents.CLAUDE_CODE, "max_tokens", REASON
+    asked = "messages"
+
+    def __init__(self, url):
+        self.client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), **HOW)
+        self.asks = self.client.messages
+
+    def summed(self, **fields):
+        """What the client makes of a stream."""
+        with self.asks.stream(**self.usual | fields) as stream:
+            return stream.get_final_message()
+
+    def facts(self, answer):
+        """Its blocks, how it ended, and its tokens: of the prompt, not read again, written."""
+        used, items = answer.usage, []
+        for block in answer.content:
+            if block.type == "tool_use":
+                assert block.input == {"a": [1, "é"]} and block.name == "f"
+                items.append("call")
+            else:
+                items.append(block.text if block.type == "text" else "*" + block.thinking)
+        cached = used.cache_read_input_tokens
+        return items, answer.stop_reason, (used.input_tokens + cached, cached, used.output_tokens)
+
+
+both = pytest.mark.parametrize("dialect", [OpenAI, Anthropic])
+
+
+@both
+@pytest.mark.parametrize("said, items", speaker.SAID.values(), ids=speaker.SAID)
+def test_an_answer(dialect, said, items):
+    """Streamed equals not streamed; in a stream each item ends before the next begins."""
+    whole, event = dialect.types
+    with speaker.speaking(*said) as url:
+        client = dialect(url)
+        events = [made.to_dict() for made in client.asks.create(**client.usual, stream=True)]
+        answers = [client.asks.create(**client.usual), client.summed()]
+    finish = said[1] if said[1:] else "tool_calls" if "call" in items else "stop"
+    for answer in answers:
+        assert client.facts(answer) == (items, client.endings[finish], speaker.USAGE)
+    whole.model_validate(answers[0].to_dict(), strict=True)
+    for made in events:
+        TypeAdapter(event).validate_python(made)
+    places = [(made.get("output_index", made.get("index")), made["type"]) for made in events]
+    for number, group in groupby(places, lambda place: place[0]):
+        kinds = [kind for _, kind in group]
+        if number is not None:
+            assert kinds[0].endswith(("added", "start")) and kinds[-1].endswith(("done", "stop"))
+    numbers = [made.get("sequence_number", number) for number, made in enumerate(events)]
+    assert numbers == [*range(len(events))]
+
+
+@both
+def test_a_conversation(dialect):
+    """The fields of Codex and Claude Code are taken, and become a chat."""
+    asked = dialect.kind(dialect.conversation, speaker.caller())
+    chat = Chat(agents.CHAT | {"stop": asked.request.stop}, speaker.caller())
+    assert asked.request.messages == chat.request.messages and asked.asks == chat.asks
+
+
+def test_thinking_can_be_off():
+    off = {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}
+    for fields, given in ((off, False), ({"thinking": {"type": "enabled"}}, None)):
+        request = Messages(Anthropic.usual | fields, speaker.caller()).request
+        assert request.chat_template_kwargs.get("enable_thinking") is given
+
+
+def test_one_call_if_that_is_asked():
+    with speaker.speaking(speaker.CALL * 2) as url:
+        client = OpenAI(url)
+        answer = client.summed(parallel_tool_calls=False)
+    assert client.facts(answer)[0] == ["call"]
+
+
+def content(part):
+    return [{"role": "user", "content": part if isinstance(part, str) else [part]}]
+
+
+URL = "http://127.0.0.1/x.png"
+IMAGE = {"type": "input_image", "image_url": URL}
+PICTURE = {"type": "image", "source": {"type": "url", "url": URL}}
+RESULT = {"type": "tool_result", "tool_use_id": "x", "content": [PICTURE]}
+REFUSED = [  # a field, and a value that would change the answer or that is none
+    (OpenAI, "previous_response_id", "resp_1"),
+    (OpenAI, "n", 2),
+    (OpenAI, "top_logprobs", 2),
+    (OpenAI, "include", ["message.output_text.logprobs"]),
+    (OpenAI, "text", {"format": {"type": "json_schema", "name": "x", "schema": {}}}),
+    (OpenAI, "tool_choice", "required"),
+    (OpenAI, "tools", [{"type": "web_search"}]),
+    (OpenAI, "tools", [{"type": "custom", "name": "f"}]),
+    (OpenAI, "input", []),
+    (OpenAI, "input", [5]),
+    (OpenAI, "input", [{"role": "user"}]),
+    (OpenAI, "input", content(IMAGE)),
+    (OpenAI, "input", [{"role": 5, "content": "x"}]),
+    (OpenAI, "input", [{"type": "item_reference", "id": "x"}]),
+    (OpenAI, "input", [{"type": "function_call", "call_id": "x", "name": "f"}]),
+    (OpenAI, "input", [{"type": "function_call_output", "call_id": "x", "output": [IMAGE]}]),
+    (OpenAI, "reasoning", "x"),
+    (OpenAI, "messages", content("x")),
+    (Anthropic, "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    (Anthropic, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
+    (Anthropic, "tool_choice", {"type": "any"}),
+    (Anthropic, "tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
+    (Anthropic, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
+    (Anthropic, "messages", []),
+    (Anthropic, "messages", [*content("x"), {"role": "assistant", "content": "{"}]),
+    (Anthropic, "messages", content(PICTURE)),
+    (Anthropic, "messages", content({"type": "tool_use", "id": "x", "name": "f"})),
+    (Anthropic, "messages", content({"type": "tool_result", "content": "x"})),
+    (Anthropic, "messages", content(RESULT)),
+    (Anthropic, "system", [PICTURE]),
+    (Anthropic, "system", 5),
+    (Anthropic, "stop_sequences", [""]),
+]
+
+
+@pytest.mark.parametrize("dialect, field, value", REFUSED)
+def test_what_is_refused(dialect, field, value):
+    with pytest.raises(Refused, match=field) as refused:
+        dialect.kind(dialect.usual | {field: value}, speaker.caller())
+    assert refused.value.param == field
+
+
+@both
+def test_errors(dialect):
+    """The client says what is wrong, also in a stream, whose last event Codex reads."""
+    with speaker.speaking("Hello", OSError(5, "the disk", "x")) as url:
+        client = dialect(url)
+        with pytest.raises(client.library.BadRequestError, match="top_k: ") as refused:
+            client.asks.create(**client.usual, extra_body={"top_k": -1})
+        assert "invalid_request_error" in str(refused.value.body)
+        with pytest.raises(client.library.APIError, match="the disk"):
+            [*client.asks.create(**client.usual, stream=True)]
+    assert Responses.error("x", None, 500)["response"]["error"]["message"] == "x"
+
+
+@both
+@pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
+def test_the_text_is_that_of_mlx_lm(dialect, draft):
+    """Streamed and not, alone and four at once; the second time its prompt is not read again."""
+    text, size = speaker.written(speaker.PROMPT)
+    fields = {dialect.asked: content(speaker.PROMPT), dialect.length: 16}
+    stops = [text[5:8], text[12:14]]
+
+    def ask(_):
+        answers = client.summed(**fields), client.asks.create(**client.usual | fields)
+        return [client.facts(answer) for answer in answers]
+
+    serves = serving(*SLOTS, "--chat-template", speaker.TEMPLATE, *draft)
+    with serves as served, ThreadPoolExecutor(4) as threads:
+        client = dialect(served.url)
+        facts = [fact for pair in [ask(0), *threads.map(ask, range(4))] for fact in pair]
+        if dialect is Anthropic:
+            stopped = client.summed(**fields, stop_sequences=stops)
+            assert stopped.stop_sequence == min(stops, key=text.find)
+            assert "".join(client.facts(stopped)[0]) == text.split(stopped.stop_sequence)[0]
+            assert stopped.stop_reason == "stop_sequence"
+    for items, ended, (read, _, wrote) in facts:
+        assert (items, ended, read, wrote) == ([text], dialect.endings["length"], size, 16)
+    assert facts[1][2][1] > size // 2
