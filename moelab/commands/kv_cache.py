@@ -189,7 +189,7 @@ class PromptFiles:
     """
 
     def __init__(self, args: argparse.Namespace, config: StreamConfig, draft: Draft | None = None):
-        self._draft, self._made = draft, _made_by(args, config)
+        self._draft, self._made, self._unread = draft, _made_by(args, config), _unread(args, config)
         self._folder, self._found = Path(args.prompt_cache_dir), set()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -216,6 +216,9 @@ class PromptFiles:
 
     def _prompt(self, file):
         cache, about = _read(file, self._made)
+        checkpoint, model = self._unread
+        of_model = cache[: len(make_prompt_cache(model))]  # those of a draft come after them
+        _check_fit(of_model, checkpoint.path, checkpoint.path, checkpoint, model)
         tokens = json.loads(about["tokens"])
         if isinstance(self._draft, LookupDraft):
             cache += self._draft.make_cache()
