@@ -51,7 +51,8 @@ def chat_tokens(
     thinks = thinks and not opened < end < len(tokens)  # a message that says <think> does not
     state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
     # The state after a user's message serves longest: its answer may be rendered without thinking.
-    cuts = {end: "user" if messages[-1]["role"] == "user" else "assistant"}
+    last = min(end or len(tokens), len(tokens) - 1)  # some templates begin each turn by themselves
+    cuts = {last: "user" if messages[-1]["role"] == "user" else "assistant"}
     leading = [*takewhile(lambda m: m["role"] in ("system", "developer"), messages)]
     if has_states and (leading or tools):
         cuts[shared([*leading, {"role": "user", "content": ""}])] = "system"
