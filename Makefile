@@ -85,6 +85,7 @@ $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "moelab needs Python 3.11 or newer: install it, or say 'make PYTHON=/path/to/python3'"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test$(addprefix $(comma),$(EXTRA))]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'mlx-vlm>=0.7.10,<0.8'
 	$(if $(filter cuda,$(EXTRA)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("mlx"))'))
 	@mkdir -p .venv/share/jupyter/lab/settings
 	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' > .venv/share/jupyter/lab/settings/overrides.json

@@ -24,7 +24,8 @@ from .files import CheckpointError, describe
 
 TRIED = "0.7.10"  # the version of mlx-vlm that the tests run with
 DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
-INSTALL = f"pip install --no-deps mlx-vlm=={TRIED}"  # its dependencies are for images and audio
+# The rest of its dependencies are for images and audio.
+INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # whose configurations are objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
 # Families of which a compiled function remembers the length of the first text of a process, so that
@@ -56,7 +57,7 @@ class TextModel:
         if hasattr(model, "_rope_deltas"):  # what the last text, or an image in it, left
             model._position_ids, model._rope_deltas = None, mx.zeros((len(inputs), 1), mx.int32)
         for c in _leaves(cache or ()):
-            if type(c) is caches.ArraysCache:  # as mlx-lm makes it of a file
+            if type(c) is caches.ArraysCache:
                 c.__class__ = _states()
         return model(inputs, cache=cache, **kwargs).logits
 
@@ -144,7 +145,7 @@ def _ours(cache):
         case "ChunkedKVCache":
             return caches.ChunkedKVCache(cache.chunk_size)
         case "ArraysCache":
-            return _states()(len(cache.cache))
+            return caches.ArraysCache(len(cache.cache))
         case "CacheList":
             return caches.CacheList(*map(_ours, cache.caches))
     return cache

@@ -251,5 +251,6 @@ def _made_by(args, config):
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     options = [args.draft_model, args.kv_bits, args.kv_group_size, args.quantized_kv_start]
     config, device = config.resolved(), str(mx.default_device())
-    options += [config.top_k, config.dtype, config.kernels, device, mlx_lm.__version__]
+    options += [config.top_k, config.dtype, config.kernels, config.library, device]
+    options.append(mlx_lm.__version__)
     return hashlib.sha256(json.dumps([stats, options]).encode()).hexdigest()
