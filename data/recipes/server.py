@@ -52,7 +52,7 @@ TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }} {{ tools | tojson 
 @contextmanager
 def serving(tree, model, options):
     """Serve a model until the block ends; gives a client, and the seconds until it answered."""
-    port, begin = str(random.randrange(20000, 60000)), time.perf_counter()
+    port, begin = str(random.randrange(10000, 32000)), time.perf_counter()
     words = [sys.executable, "-m", "moelab", "serve", model, "--port", port, *options]
     environment, url = os.environ | {"PYTHONPATH": str(tree)}, f"http://127.0.0.1:{port}/v1"
     with subprocess.Popen(words, cwd=tree, env=environment) as process, ExitStack() as ends:

@@ -14,7 +14,7 @@ from drafting import FAST, plain, steps
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
-from tiny_drafts import CANDIDATES
+from tiny_drafts import DRAFTS
 
 import moelab
 from moelab import kernels
@@ -113,7 +113,7 @@ def test_equals_the_paper(tmp_path, chunks, fast, monkeypatch):
 def test_default_layers():
     assert default_layer_ids(5, 36) == [1, 9, 17, 25, 33]
     assert default_layer_ids(1, 36) == [18]
-    _, ids = CANDIDATES["dflash4"]
+    _, ids, _ = DRAFTS["tiny-dflash"]
     assert default_layer_ids(4, 8) == ids
 
 
