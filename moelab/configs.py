@@ -6,14 +6,19 @@ Values that change no size and were not found are mlx-lm's defaults.
 
 Three models have a class of mlx-lm that is not theirs, for their sizes only. deepseek-v4-flash has
 deepseek_v41's, whose compressors take 0.04 B more; its first three layers route by a table.
-qwen3.8-flash-next has Qwen3.5's, without hyper-connections, indexers, the n-gram table (51 B) and
-what reads it (0.7 B). glm-5.3-flash has Kimi K3's, with another activation and without indexers and
-hyper-connections (0.12 B). kimi-k3 leaves out the vision part, deepseek-v4.1-flash also engram,
-which mlx-lm refuses, and the three draft layers. Vocabulary and untied head of olmoe-1b-7b are
-transformers' defaults. Kimi's lists of layers count from 1.
+qwen3.8-flash-next is mlx-vlm's; where that is not installed it has Qwen3.5's class, without
+hyper-connections, indexers, the n-gram table (51 B) and what reads it (0.7 B). glm-5.3-flash has
+Kimi K3's, with another activation and without indexers and hyper-connections (0.12 B). kimi-k3
+leaves out the vision part, deepseek-v4.1-flash also engram, which mlx-lm refuses, and the three
+draft layers. Vocabulary and untied head of olmoe-1b-7b are transformers' defaults. Kimi's lists of
+layers count from 1.
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
+for _name, _config in CONFIGS.items():
+    _stand_in = _config.pop("without_mlx_vlm", _config)
+    CONFIGS[_name] = _config if find_spec("mlx_vlm") else _stand_in

@@ -12,10 +12,11 @@ import copy
 import io
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
@@ -36,7 +37,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 # Families that can be written with fewer layers. Configurations of others list every layer.
-LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-")))
+LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
 # A layer's output has this standard deviation if its input has 1. Routed experts get more, because
 # eight near-equal scores scale them down and each of them should change the next token. Other
 # branches get less, so that the residual stream stays larger than each of them.
@@ -49,11 +50,15 @@ GAINS = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: its name, its dtype as safetensors names it, and its shape."""
+    """One tensor to write: its name, its dtype as safetensors names it, its shape.
+
+    ``given`` are its numbers if they are no weights, as the sizes of an n-gram table.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    given: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +71,19 @@ def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
     config = copy.deepcopy(config)
     model_class, args_class = model_classes(config)
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
+    # mlx-lm leaves rows without whole groups as they are; an n-gram table's get smaller groups.
+    small = {"group_size": GROUP_SIZE // 2, "bits": bits, "mode": "affine"}
+    embeddings = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    odd = [p for p, m in embeddings if m.weight.shape[-1] % GROUP_SIZE == small["group_size"]]
+    nn.quantize(model, small["group_size"], bits, class_predicate=lambda path, _: path in odd)
     with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
         model, config = mlx_lm_utils.quantize_model(model, config, GROUP_SIZE, bits)
-    tensors = []
+    config["quantization"] |= dict.fromkeys(odd, small)
+    tensors, name_of = [], {dtype: name for name, dtype in DTYPES.items()}
     for name, a in tree_flatten(model.parameters()):
+        if not mx.issubdtype(a.dtype, mx.floating) and a.dtype != mx.uint32:
+            tensors.append(Tensor(name, name_of[a.dtype], tuple(a.shape), np.array(a)))
+            continue
         dtype = "U32" if a.dtype == mx.uint32 else "F32" if name.endswith("A_log") else "BF16"
         tensors.append(Tensor(name, dtype, tuple(a.shape)))
     return tensors, config
@@ -85,8 +99,14 @@ def _scale_table(path, fan_in, bits):
     return scales, bf16(-(levels - 1) / 2 * float32(scales))
 
 
-def _chunks(tensor, shapes, seed, silent_rows, routers=None):
-    """Yield the bytes of one tensor as numpy arrays of about ``CHUNK_NBYTES``."""
+def _chunks(tensor, shapes, sizes, seed, silent_rows, routers=None):
+    """Yield the bytes of one tensor as numpy arrays of about ``CHUNK_NBYTES``.
+
+    ``sizes`` has the settings of the quantization, by path where they are not ``GROUP_SIZE``'s.
+    """
+    if tensor.given is not None:
+        yield tensor.given
+        return
     path, _, leaf = tensor.name.rpartition(".")
     # A bias is -(2^bits - 1) / 2 times its scale, so both draw the same random numbers.
     scaled = f"{path}.scales" in shapes and leaf in ("scales", "biases")
@@ -98,12 +118,15 @@ def _chunks(tensor, shapes, seed, silent_rows, routers=None):
             yield np.log(rng.uniform(0.01, 16, count)).astype(np.float32)
         elif tensor.name.endswith("conv1d.weight"):
             yield bf16(rng.normal(0, 0.5, count))
+        elif len(tensor.shape) > 1:
+            yield bf16(rng.normal(0, tensor.shape[-1] ** -0.5, count))
         else:  # norms and dt_bias
             yield bf16(np.ones(count))
         return
     columns = tensor.shape[-1]
     if scaled:
-        fan_in = columns * GROUP_SIZE
+        own = sizes.get(path)
+        fan_in = columns * (own["group_size"] if isinstance(own, dict) else GROUP_SIZE)
         bits = shapes[f"{path}.weight"][-1] * 32 // fan_in
         table = _scale_table(path, fan_in, bits)[leaf == "biases"]
     width = tensor.nbytes * columns // count  # bytes of a row
@@ -199,7 +222,7 @@ def synthesize(
     text.update(num_hidden_layers=layers, vocab_size=vocab)
 
     tensors, config = plan(config)
-    shapes = {t.name: t.shape for t in tensors}
+    shapes, sizes = {t.name: t.shape for t in tensors}, config["quantization"]
     trace = Trace.load(routing) if isinstance(routing, (str, Path)) else routing
     routers = None if trace is None else Routers(config, tensors, trace, seed)
     nbytes = sum(t.nbytes for t in tensors)
@@ -235,7 +258,7 @@ def synthesize(
             with open(folder / name, "wb") as f:
                 f.write(_header(part))
                 for t in part:
-                    for chunk in _chunks(t, shapes, seed, silent_rows, routers):
+                    for chunk in _chunks(t, shapes, sizes, seed, silent_rows, routers):
                         f.write(chunk)
                         bar.update(chunk.nbytes)
         for name, content in files.items():

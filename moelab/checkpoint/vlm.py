@@ -78,6 +78,18 @@ class TextModel:
         except (AttributeError, TypeError):  # glm_moe_dsa's calls a property
             return lambda path: True
 
+    @property
+    def quant_predicate(self):
+        own = getattr(self.language_model, "quant_predicate", lambda path, module: True)
+
+        def predicate(path, module):
+            said = own(path, module)
+            # mlx-vlm's word for rows that have no whole groups of the usual size.
+            least = said.get("fallback_group_size") if isinstance(said, dict) else None
+            return said if least is None else {"group_size": least, "bits": 4, "mode": "affine"}
+
+        return predicate
+
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Rename a checkpoint's tensors, and leave out those that are not of the text model."""
         inherited = getattr(super(), "sanitize", dict)

@@ -104,14 +104,14 @@ def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Put a ``DiskEmbedding`` in the place of each table of more rows than the vocabulary has."""
     text = checkpoint.config.get("text_config") or checkpoint.config
     words = text.get("vocab_size") or checkpoint.config.get("vocab_size")
-    tables = {}
-    for path, module in reversed(model.named_modules()):  # a module comes before those in it
+    tables, inside = {}, set()
+    for path, module in sorted(model.named_modules(), key=lambda named: named[0]):
         shards = {path: module}
-        if [*module.children()] == ["shards"]:
+        if [*module.children()] == ["shards"]:  # then the paths of its shards come after its own
             shards = {f"{path}.shards.{i}": shard for i, shard in enumerate(module.shards)}
-        is_inside = any(path in shards for shards in tables.values())
-        if not is_inside and all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
+        if path not in inside and all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
             tables[path] = shards
+            inside |= shards.keys()
     for path, shards in tables.items():
         if not words or sum(len(s.weight) for s in shards.values()) <= words:
             continue
