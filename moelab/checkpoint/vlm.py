@@ -39,7 +39,9 @@ SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 
 
 class TextModel:
-    """Mixed into the class of an mlx-vlm model. ``library`` is what ``_library`` gives."""
+    """Mixed into the class of an mlx-vlm model; ``library`` is the module of its family."""
+
+    batches = False  # its blocks ask mlx-lm's caches of several texts for what these cannot do
 
     def __init__(self, args: SimpleNamespace):
         super().__init__(args.config)

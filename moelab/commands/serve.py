@@ -60,7 +60,9 @@ class Model:
         args.prefill_step_size = session.room.step(args.prefill_step_size)
         self.quantized = quantized_given(args)
         caches = make_prompt_cache(self.model)
-        can_merge = all(hasattr(c, "merge") for c in caches)
+        can_merge = getattr(self.model, "batches", True) and all(
+            hasattr(c, "merge") for c in caches
+        )
         self.is_batchable = can_merge and self.draft is None and args.kv_bits is None
         # No token can be taken back from a recurrent state, so states are kept where texts part.
         self.has_states = not can_trim_prompt_cache(caches)

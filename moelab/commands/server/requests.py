@@ -78,7 +78,8 @@ class Request(BaseModel):
             return cls.model_validate(given)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[-1]  # of a union
-        where, got = [shorten(name, 100) for name in wrong["loc"]], shorten(wrong["input"], 100)
+        where, got = [str(name) for name in wrong["loc"]], shorten(wrong["input"], 100)
+        where = [shorten(name, 100) for name in where if "[" not in name]  # no types of a union
         raise Refused(f"{'.'.join(where)}: {wrong['msg']}, got {got!r}", where[0])
 
     def make(self, prompts: list[tuple], served: Any, scores: int | None, echo=False) -> list[Ask]:
