@@ -9,14 +9,17 @@ from functools import partial, wraps
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import gated_delta as of_mlx_lm
 
 from ..hooks import call_instead, with_globals
 from . import code, team
 from .code import F32, I64, Code, address, empty, to_mlx
 
 
-def gated_delta(ops, q, k, v, g, beta, state=None, mask=None, steps=None) -> tuple[mx.array, ...]:
-    """Compute what ``ops``, mlx-lm's ``gated_delta_ops``, does; call it if the kernel does not fit.
+def gated_delta(
+    q, k, v, g, beta, state=None, mask=None, steps=None, ops=of_mlx_lm.gated_delta_ops
+) -> tuple[mx.array, ...]:
+    """Compute what mlx-lm's ``gated_delta_ops`` does, and call ``ops`` if the kernel does not fit.
 
     Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
     ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens
@@ -66,7 +69,7 @@ def use(module: nn.Module) -> None:
 
 
 def _fast_update(update):
-    ops = partial(gated_delta, update.__globals__["gated_delta_ops"])
+    ops = partial(gated_delta, ops=update.__globals__["gated_delta_ops"])
     fast = with_globals(update, {"gated_delta_ops": ops})
     fast.__globals__[update.__name__] = fast  # mlx-vlm's calls itself, through its cache
 
