@@ -15,6 +15,8 @@ from ..hooks import call_instead, with_globals
 from . import code, team
 from .code import F32, I64, Code, address, empty, to_mlx
 
+CHUNKED = "gated_delta_chunked"
+
 
 def gated_delta(
     q, k, v, g, beta, state=None, mask=None, steps=None, ops=of_mlx_lm.gated_delta_ops
@@ -69,9 +71,10 @@ def use(module: nn.Module) -> None:
 
 
 def _fast_update(update):
-    ops = partial(gated_delta, ops=update.__globals__["gated_delta_ops"])
-    fast = with_globals(update, {"gated_delta_ops": ops})
-    fast.__globals__[update.__name__] = fast  # mlx-vlm's calls itself, through its cache
+    # mlx-vlm's has another one for prompts, and calls itself through its cache.
+    loops = {n: f for n, f in update.__globals__.items() if n in ("gated_delta_ops", CHUNKED)}
+    fast = with_globals(update, {n: partial(gated_delta, ops=f) for n, f in loops.items()})
+    fast.__globals__[update.__name__] = fast
 
     @wraps(update)  # for those who look at its arguments
     def call(*args, use_kernel=True, **kwargs):  # False while the model is trained

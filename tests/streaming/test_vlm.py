@@ -1,6 +1,7 @@
 """mlx-vlm's families stream, and answer as mlx-vlm does with every expert in memory."""
 
 import json
+from functools import partial
 
 import families
 import mlx.core as mx
@@ -122,6 +123,19 @@ def test_a_type_that_no_library_has(is_there, tmp_path, monkeypatch):
     words = "mlx-vlm, .* has it not" if is_there else "which is not installed.* pip install"
     with pytest.raises(moelab.CheckpointError, match=f"{path}: model_type qwen9: .*{words}"):
         load_model(path)
+
+
+def test_mlx_vlm_is_missing_or_another_version(tmp_path, monkeypatch):
+    vlm_families.write_checkpoint("olmoe", tmp_path)
+    load_olmoe = partial(load_model, tmp_path, moelab.StreamConfig(library="mlx-vlm"))
+    with monkeypatch.context() as patch:
+        patch.delattr("mlx_vlm.utils.update_module_configs")
+        changed = "olmoe: mlx-vlm .* has no text model .*update_module_configs.* was tried with"
+        with pytest.raises(moelab.CheckpointError, match=changed):
+            load_olmoe()
+    monkeypatch.setattr(vlm, "find_spec", lambda name: None)
+    with pytest.raises(moelab.CheckpointError, match="not installed. pip install 'moelab.vlm.'"):
+        load_olmoe()
 
 
 def test_names_of_mlx_vlm_are_recognized(tmp_path):
