@@ -17,6 +17,7 @@ from ..experts import expert_modules, expert_parameters, locate_experts, num_exp
 from .build import build_model
 from .config import StreamConfig
 from .handover import FEW_TOKENS
+from .rows import DiskEmbedding
 
 # A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
@@ -44,7 +45,7 @@ class ModelFacts:
     disk_nbytes: int  # one expert of the first layer on disk
     table_nbytes: int  # the embeddings on disk, if no head shares them: a token needs one row
     expert_nbytes: tuple[int, ...]  # one expert of each layer in its slot
-    backbone_nbytes: int  # everything but the experts
+    backbone_nbytes: int  # everything but the experts; of a table on disk, the rows in memory
     resident_nbytes: int  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int  # key-value caches and recurrent states of ``StreamConfig.context`` tokens
     token_nbytes: int  # to compute one token of a prompt
@@ -146,7 +147,9 @@ def facts_of(
         disk_nbytes=sum(t.nbytes for name, t in located.items() if name.startswith(f"{first}.")),
         table_nbytes=0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n),
         expert_nbytes=tuple(nbytes // E for nbytes, E in zip(sizes, counts)),
-        backbone_nbytes=sum(p.nbytes for _, p in tree_flatten(model.parameters())) - sum(sizes),
+        backbone_nbytes=sum(p.nbytes for _, p in tree_flatten(model.parameters()))
+        - sum(sizes)
+        + sum(m.hot_nbytes for m in model.modules() if isinstance(m, DiskEmbedding)),
         resident_nbytes=sum(every[name].nbytes for name in resident) if streams else 0,
         caches_nbytes=0 if logits is None else grown_nbytes(caches, config.context),
         token_nbytes=max(token, each),

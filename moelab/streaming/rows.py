@@ -14,7 +14,8 @@ from .reading.ranges import Ranges
 from .reading.reader import Reader
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-HOT_NBYTES = 64 << 20  # of a table's rows that were used last and stay in memory
+HOT_NBYTES = 64 << 20  # of a table's rows that were used last and stay in memory, with
+ROW_NBYTES = 200  # so many for each that Python takes
 
 
 class DiskEmbedding(nn.Module):
@@ -31,6 +32,12 @@ class DiskEmbedding(nn.Module):
             names = "group_size", "bits", "mode"
             self._packing = SimpleNamespace(**{name: getattr(shards[0], name) for name in names})
         self._reader, self._dtype = None, mx.float32
+
+    @property
+    def hot_nbytes(self) -> int:
+        """The most bytes of rows in memory."""
+        table = self._table
+        return min(HOT_NBYTES, int(table.starts[-1]) * (table.row_nbytes + ROW_NBYTES))
 
     def open(self, reader: Reader, dtype: mx.Dtype) -> None:
         """Read rows with a reader from now on, and compute in a type."""
@@ -56,13 +63,13 @@ class DiskEmbedding(nn.Module):
         arrived = np.empty((len(cold), table.row_nbytes), np.uint8)
         if cold:
             self._reader.read(Ranges.of([*table.reads(cold, arrived)]))
-        hot.update(zip(cold, arrived))
+        hot.update(zip(cold, map(bytes, arrived)))
         for row in rows:
             hot.move_to_end(row)
-        found = np.stack([hot[row] for row in rows])
-        while len(hot) > HOT_NBYTES // table.row_nbytes:
+        found = np.frombuffer(b"".join([hot[row] for row in rows]), np.uint8)
+        while len(hot) > HOT_NBYTES // (table.row_nbytes + ROW_NBYTES):
             hot.popitem(last=False)
-        return found
+        return found.reshape(len(rows), table.row_nbytes)
 
 
 class _Places:

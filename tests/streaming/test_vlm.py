@@ -14,7 +14,7 @@ from moelab.checkpoint import vlm
 from moelab.repack import repack
 from moelab.speculation.rollback import Rollback
 from moelab.streaming.model import load_model
-from moelab.streaming.rows import DiskEmbedding
+from moelab.streaming.rows import ROW_NBYTES, DiskEmbedding
 
 pytest.importorskip("mlx_vlm", reason="pip install --no-deps mlx-vlm")
 
@@ -151,7 +151,8 @@ def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
     model = load(path)
     (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
     assert not table.parameters()
-    monkeypatch.setattr("moelab.streaming.rows.HOT_NBYTES", 30 * table._table.row_nbytes)
+    row_nbytes = table._table.row_nbytes + ROW_NBYTES
+    monkeypatch.setattr("moelab.streaming.rows.HOT_NBYTES", 30 * row_nbytes)
     np.testing.assert_array_equal(logits(model, model.make_cache()), want)
     assert len(table._hot) == 30
     with pytest.raises(IndexError, match="expected rows from 0 to"):
