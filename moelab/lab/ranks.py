@@ -3,11 +3,13 @@
 import importlib
 import json
 import os
+import random
 import socket
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,16 @@ TIMEOUT_S = 300  # seconds that ranks may take
 
 
 def hosts(n: int) -> list[list[str]]:
-    """Addresses for a ring of n ranks on this machine, with ports that are free now."""
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [[f"127.0.0.1:{s.getsockname()[1]}"] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
+    """Addresses for a ring of n ranks on this machine: ports in a row that are free now.
+
+    They are lower than those that the system gives to clients meanwhile.
+    """
+    while True:
+        ports = range(first := random.randrange(10_000, 32_000), first + n)
+        with ExitStack() as sockets, suppress(OSError):
+            for port in ports:
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return [[f"127.0.0.1:{port}"] for port in ports]
 
 
 def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, str]]:
