@@ -69,7 +69,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("name", vlm_families.NAMES)
 @pytest.mark.parametrize("mode", ["fused", "stacked", "serial"])
-def test_family_streams(name, mode, checkpoint):
+def test_family_of_mlx_vlm(name, mode, checkpoint):
     path, want = checkpoint(name)
     with load(path, mode) as model:
         np.testing.assert_array_equal(logits(model, model.make_cache()), want)
