@@ -101,21 +101,12 @@ class TextModel:
         named, kept = dict(self.named_modules()), {}
         for name, value in weights.items():
             parent, _, rest = name.partition(".gate_up_proj.")
-            if rest and isinstance(named.get(parent), Experts):
+            if rest and isinstance(named.get(parent), switch_layers.SwitchGLU):
                 names = [f"{parent}.{half}.{rest}" for half in ("gate_proj", "up_proj")]
                 kept |= zip(names, mx.split(value, 2, axis=1))
             elif name.partition(".")[0] in self:
                 kept[name] = value
         return kept
-
-
-class Experts(switch_layers.SwitchGLU):
-    """mlx-lm's experts, called as mlx-vlm's blocks call theirs."""
-
-    def __call__(self, x, indices, weights=None, shared=None, residual=None):
-        y = super().__call__(x, indices)
-        theirs = import_module("mlx_vlm.models.switch_layers").SwitchGLU
-        return theirs._combine(y, weights, shared, residual)
 
 
 def _experts(module):
@@ -136,7 +127,7 @@ def _experts(module):
         )
     last = matrices.get("down_proj", matrices.get("fc2"))
     num_experts, outputs, inputs = last.weight.shape
-    kind = switch_layers.SwitchMLP if "fc1" in matrices else Experts
+    kind = switch_layers.SwitchMLP if "fc1" in matrices else switch_layers.SwitchGLU
     return kind(outputs, inputs, num_experts, module.activation, "bias" in last)
 
 
@@ -184,8 +175,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
         given = {"vision_config": {}, "audio_config": {}} | config
         given.setdefault("text_config", given.get("llm_config", {}))
         update, model = utils.update_module_configs, library.Model
-        combine = import_module("mlx_vlm.models.switch_layers").SwitchGLU._combine
-        assert callable(combine) and _states()
+        _states()
     except Exception as error:
         raise CheckpointError(
             f"{kind}: mlx-vlm {have} has no text model of it that moelab can build "
