@@ -62,11 +62,11 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
     }
     if checkpoint.packed:
         return {path: t for path, t in checkpoint.packed.items() if path in wanted}
-    placeholders, sanitize, sanitized, names = _sanitized(model, checkpoint)
+    placeholders, sanitize, sanitized, same = _sanitized(model, checkpoint)
 
     found, rest = {}, {}
     for path, p in wanted.items():
-        tensor = checkpoint.tensors.get(names.get(id(sanitized.get(path))))
+        tensor = same.get(path)
         if tensor is not None and tensor.shape == p.shape:
             nbytes = tensor.nbytes // p.shape[0]
             places = [(tensor, e * nbytes) for e in range(p.shape[0])]
@@ -81,23 +81,27 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
 
 
 def _sanitized(model, checkpoint):
-    """Placeholders of a checkpoint's tensors, what a model's ``sanitize`` makes of them, names."""
+    """Run a model's ``sanitize`` on placeholders. Returns also the tensors that it only renames."""
     placeholders = {
         name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
         for name, t in checkpoint.tensors.items()
     }
     sanitize = getattr(model, "sanitize", lambda weights: weights)
-    names = {id(v): name for name, v in placeholders.items()}
-    return placeholders, sanitize, sanitize(dict(placeholders)), names
+    sanitized = sanitize(dict(placeholders))
+    tensors = {id(v): checkpoint.tensors[name] for name, v in placeholders.items()}
+    same = {path: tensors[id(v)] for path, v in sanitized.items() if id(v) in tensors}
+    return placeholders, sanitize, sanitized, same
 
 
 def unchanged(
     model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
 ) -> dict[str, Tensor]:
-    """Find the tensors that are these parameters of a model as they are, by path in the model."""
-    _, _, sanitized, names = _sanitized(model, checkpoint)
-    found = {p: checkpoint.tensors.get(names.get(id(sanitized.get(p)))) for p in wanted}
-    return {path: t for path, t in found.items() if t is not None and t.shape == wanted[path].shape}
+    """Find the parameters that a file holds just as the model needs them: their tensors.
+
+    ``wanted`` and the result have the paths of the parameters in the model.
+    """
+    *_, same = _sanitized(model, checkpoint)
+    return {p: same[p] for p, a in wanted.items() if p in same and same[p].shape == a.shape}
 
 
 def _expert_tensor(path, places, nbytes, p):

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
 from .checkpoint import (
-    DTYPES,
+    DTYPE_NAMES,
     PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
@@ -27,8 +27,6 @@ from .checkpoint import (
     try_out,
 )
 from .experts import expert_modules, expert_parameters
-
-DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
 
 
 def repack(

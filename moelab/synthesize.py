@@ -22,7 +22,14 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from tokenizers import Tokenizer
 
-from .checkpoint import DTYPES, header_bytes, model_classes, new_folder, readable
+from .checkpoint import (
+    DTYPE_NAMES,
+    DTYPES,
+    header_bytes,
+    model_classes,
+    new_folder,
+    readable,
+)
 from .configs import CONFIGS
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
@@ -79,10 +86,10 @@ def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
     with contextlib.redirect_stdout(io.StringIO()):  # mlx-lm prints the bits per weight
         model, config = mlx_lm_utils.quantize_model(model, config, GROUP_SIZE, bits)
     config["quantization"] |= dict.fromkeys(odd, small)
-    tensors, name_of = [], {dtype: name for name, dtype in DTYPES.items()}
+    tensors = []
     for name, a in tree_flatten(model.parameters()):
         if not mx.issubdtype(a.dtype, mx.floating) and a.dtype != mx.uint32:
-            tensors.append(Tensor(name, name_of[a.dtype], tuple(a.shape), np.array(a)))
+            tensors.append(Tensor(name, DTYPE_NAMES[a.dtype], tuple(a.shape), np.array(a)))
             continue
         dtype = "U32" if a.dtype == mx.uint32 else "F32" if name.endswith("A_log") else "BF16"
         tensors.append(Tensor(name, dtype, tuple(a.shape)))

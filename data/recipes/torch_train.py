@@ -179,7 +179,7 @@ def batches(ids, batch, length, device, generator):
 
 @torch.no_grad()
 def evaluate(model, ids, nbytes, length, batch=8):
-    """Bits per byte of concatenated texts, in windows that may begin inside of one."""
+    """Return the bits per byte of texts that are joined and cut into windows of one length."""
     rows = ids.unfold(0, length + 1, length)
     losses = [model(some.long())[0].mean() for some in rows.split(batch) if len(some) == batch]
     return torch.stack(losses).mean().item() / math.log(2) * len(ids) / nbytes

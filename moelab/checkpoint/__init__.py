@@ -26,6 +26,7 @@ from .files import (
     shorten,
 )
 from .headers import (
+    DTYPE_NAMES,
     DTYPES,
     GATE_UP,
     MAX_DIMENSION,

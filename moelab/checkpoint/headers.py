@@ -24,6 +24,8 @@ MAX_DIMENSION = 2**31  # MLX counts the elements along a dimension in 32 bits
 PAGE_NBYTES = 4096  # every expert of a packed file begins on a page of the disk
 GATE_UP = ("gate_proj", "up_proj")  # the projections that ``fused`` mode joins
 
+DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
+
 
 @dataclass(frozen=True)
 class Tensor:

@@ -24,7 +24,7 @@ from .files import CheckpointError, describe
 
 TRIED = "0.7.10"  # the version of mlx-vlm that the tests run with
 DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
-# The rest of its dependencies are for images and audio.
+# mlx-vlm's other dependencies are for images and audio: --no-deps leaves them out.
 INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # whose configurations are objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters

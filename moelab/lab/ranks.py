@@ -23,9 +23,10 @@ TIMEOUT_S = 300  # seconds that ranks may take
 
 
 def hosts(n: int) -> list[list[str]]:
-    """Addresses for a ring of n ranks on this machine: ports in a row that are free now.
+    """Return the addresses of a ring of n ranks on this machine.
 
-    They are lower than those that the system gives to clients meanwhile.
+    The ports follow each other and are free now. They lie below those that the system gives to
+    programs that ask for any port.
     """
     while True:
         ports = range(first := random.randrange(10_000, 32_000), first + n)

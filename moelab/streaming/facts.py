@@ -105,7 +105,7 @@ def facts_of(
     caches = []
 
     def call(tokens, cache):  # with a damaged config.json, making the caches may fail too
-        caches.extend(make_prompt_cache(model))
+        caches.extend([] if caches else make_prompt_cache(model))
         return model(tokens, cache=caches)
 
     logits = try_out(checkpoint, call)

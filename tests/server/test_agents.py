@@ -97,7 +97,7 @@ both = pytest.mark.parametrize("dialect", [OpenAI, Anthropic])
 @both
 @pytest.mark.parametrize("said, items", speaker.SAID.values(), ids=speaker.SAID)
 def test_an_answer(dialect, said, items):
-    """Streamed equals not streamed; in a stream each item ends before the next begins."""
+    """A streamed answer equals one in one piece, and each item ends before the next begins."""
     whole, event = dialect.types
     with speaker.speaking(*said) as url:
         client = dialect(url)

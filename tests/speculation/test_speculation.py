@@ -19,7 +19,7 @@ from moelab.speculation.drafts import LookupDraft, ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
 from moelab.streaming.model import load_model
 
-# What is refused; mlx-lm takes a number of tokens below 0 for no limit, and documents -1.
+# These arguments are refused. max_tokens=-1 is not: mlx-lm documents it as no limit.
 NUMBERS = {
     "num_draft_tokens": (-1, 1.5, "many"),
     "max_tokens": (-2, 2.5, None),

@@ -32,7 +32,7 @@ def load(path, mode="fused", slots=4, kernels="mlx", **fields):
 
 
 def logits(model, cache, prompt=PROMPT):
-    """Logits ``[40 + 12, V]`` of a prompt at once and of the tokens after it, one by one."""
+    """Read a prompt of 40 tokens at once, then 12 tokens one by one; all logits ``[52, V]``."""
     rows = [model(prompt, cache=cache)] + [model(mx.array([[t]]), cache=cache) for t in TEXT]
     return np.array(mx.concatenate(rows, axis=1)[0])
 

@@ -27,7 +27,7 @@ class Chat:
         self.head = head | {"created": int(time.time()), "model": served.name}
 
     def whole(self, parts: list[Part]) -> dict[str, Any]:
-        """Make the answer of all that was written."""
+        """Make the answer in one piece."""
         choices = [self._choice(i, part) for i, part in enumerate(parts)]
         return self.head | {"choices": choices, "usage": self._usage(parts)}
 

@@ -50,7 +50,7 @@ class Messages(Responses):
         self.answer |= {"stop_sequence": None, "usage": _usage(len(self.asks[0].tokens), 0, 0)}
 
     def whole(self, parts: list[Part]) -> dict[str, Any]:
-        """Make the answer of all that was written."""
+        """Make the answer in one piece."""
         part = parts[0]
         stop = part.stop if part.finish == "stop" else None
         ended = {"stop_reason": "stop_sequence" if stop else REASONS[part.finish]}

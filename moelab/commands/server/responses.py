@@ -116,7 +116,7 @@ class Responses(Chat):
         self.answer |= {"parallel_tool_calls": self.request.parallel_tool_calls}
 
     def whole(self, parts: list[Part]) -> dict[str, Any]:
-        """Make the answer of all that was written."""
+        """Make the answer in one piece."""
         runs, status, reason = parts[0].runs, "completed", None
         if parts[0].finish == "length":
             status, reason = "incomplete", {"reason": "max_output_tokens"}
