@@ -198,7 +198,7 @@ class Server(uvicorn.Server):
             os._exit(130)
 
     async def on_tick(self, counter):
-        """Drop silent clients, since uvicorn waits for them without end. At Ctrl-C end all answers."""
+        """Drop silent clients: uvicorn waits for them without end. At Ctrl-C end all answers."""
         self.engine.check()
         for task in self.server_state.tasks if self.should_exit else ():
             task.cancel("the server was stopped")
