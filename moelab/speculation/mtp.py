@@ -164,7 +164,7 @@ def _stored(path: Path, config: dict) -> _Stored:
 
 
 def load_head(path_or_hf_repo: str | Path) -> nn.Module:
-    """Load the head of a checkpoint, or of a folder with a head alone; the weights are lazy.
+    """Load the head of a checkpoint, or of a folder with a head alone.
 
     A CheckpointError says what is missing or does not fit.
     """
@@ -189,6 +189,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         head, _ = load(path, lazy=True, model_config=changes, get_model_classes=classes)
         zeros = mx.zeros((1, 1, head.hidden_size))  # MLX raises if types or shapes do not fit
         head(zeros, zeros, make_prompt_cache(head))
+    mx.eval(head.parameters())  # another thread could not read what this one leaves lazy
     return head
 
 
