@@ -210,11 +210,11 @@ def mtp_loss(head, read, last, some, goal, embedding, distil):
     ``read`` and ``last`` [B, T, D] are the embedded text and the target's hidden states, ``goal``
     [N, D] the latter at the indices ``some``.
     """
-    hidden, chain, total = last[:, :-1], [], 0
+    hidden, chain, total = last, [], 0
     rows, columns = some
+    read = read.roll(-1, 1)  # token i + 1 beside hidden state i; nothing sees the last pair
     for weight in DEPTHS:
-        out, balance = head(read[:, 1:], hidden, chain)
-        # The first token has no hidden state before it: output i is that of token i + 1.
+        out, balance = head(read, hidden, chain)
         loss = distil(out[rows, columns - 1].flatten(0, 1), goal, embedding)
         total = total + weight * (loss + BALANCE * balance)
         hidden = torch.cat([last[:, :1], out[:, :-1]], dim=1)
