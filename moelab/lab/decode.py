@@ -22,7 +22,7 @@ from ..speculation.policy import Policy
 from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 
-BUILT_IN = ("lookup", "self", "oracle")  # names of drafts that are no folder
+BUILT_IN = ("lookup", "mtp", "self", "oracle")  # names of drafts that are no folder
 ACCEPT = 0.8  # the share of the oracle's drafts that are right
 
 
@@ -202,9 +202,11 @@ class OracleDraft:
         return mx.array([(t + 1) % 2 if w else t for t, w in zip(guesses, wrong)], mx.uint32)
 
 
-def open_any(draft: str | Path, model: nn.Module, kernels: str = "auto") -> Callable[..., Draft]:
+def open_any(
+    draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
+) -> Callable[..., Draft]:
     """Return a function that makes a run's draft from its prompt and the text that follows."""
     if draft == "oracle":
         return lambda ids, text: OracleDraft([*ids, *text])
-    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels)
+    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)
     return lambda ids, text: opened
