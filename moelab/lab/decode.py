@@ -22,7 +22,7 @@ from ..speculation.policy import Policy
 from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 
-BUILT_IN = ("lookup", "self", "oracle")  # names of drafts that are no folder
+BUILT_IN = ("lookup", "mtp", "self", "oracle")  # names of drafts that are no folder
 ACCEPT = 0.8  # the share of the oracle's guesses that are right, unless its name says another
 
 
@@ -237,9 +237,11 @@ def oracle_share(draft: str | Path) -> float | None:
     raise ValueError(f"draft {draft!r}: expected a share from 0 to 1, as in oracle:0.7")
 
 
-def open_any(draft: str | Path, model: nn.Module, kernels: str = "auto") -> Callable[..., Draft]:
+def open_any(
+    draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
+) -> Callable[..., Draft]:
     """Return what makes a run's draft of its prompt, the text that follows it and a seed."""
     if (accept := oracle_share(draft)) is not None:
         return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
-    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels)
+    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)
     return lambda ids, text, seed=0: opened

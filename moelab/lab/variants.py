@@ -131,7 +131,7 @@ class Opened:
         self.model, self.tokenizer = load(self.path, variant.config)
         self.make_draft = None
         if variant.draft:
-            self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
+            self.make_draft = open_any(variant.draft, self.model, self.path, variant.config.kernels)
         self.nbytes = mx.get_active_memory() - before
         self.predicted_nbytes = footprint(self.path, session_of(self.model).config).total_nbytes
 

@@ -174,7 +174,7 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
         pytest.param("MODEL --modes resident,fused/dtype=bfloat16", "=mlx", marks=needs_kernels),
         ("MODEL --feed TRACES/code.npz --tokens 500", "516 tokens behind it .* got 128 and 512"),
         ("MODEL --feed TRACES/code.npz", "expected tokens below .*, the vocabulary of"),
-        ("MODEL --draft nonsense", "nonsense.*lookup, self, oracle"),
+        ("MODEL --draft nonsense", "nonsense.*lookup, mtp, self, oracle"),
         ("MODEL --draft oracle:1.5", "expected a share from 0 to 1"),
         ("MODEL --draft . --limits 900", "not JSON"),
         ("MODEL --json config.json/r.json", "json 'config.json/r.json'"),

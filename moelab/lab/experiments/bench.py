@@ -237,7 +237,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sampling(parser, ("--temp",))
     limits = {"type": several(or_none(positive)), "metavar": "MB", "default": (None,)}
     add("--limits", **limits, help="memory of each run, page cache included; or several, and none")
-    drafts = "lookup, self, oracle:SHARE, the folder of a model or a DFlash draft; or several"
+    drafts = "lookup, mtp, self, oracle:SHARE, folder of a model, DFlash draft or head; or several"
     add("--draft", type=several(not_empty), metavar="DRAFT", help=drafts)
     lengths = {"type": several(or_auto(zero_or_more)), "metavar": "N", "default": (4, "auto")}
     add("--lengths", **lengths, help="drafts in a round; auto: the policy (default: 4,auto)")
