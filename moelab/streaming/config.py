@@ -167,7 +167,7 @@ class StreamConfig:
         "lookahead gives this layer's hidden state to the next layer's router; oracle takes the "
         "experts of a recorded trace.",
         metavar="WHICH",
-        choices=("none", "lookahead", "oracle"),
+        choices=("none", "router", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt
         modes=SLOT_MODES,
         needs="slots to read into",

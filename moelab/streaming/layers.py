@@ -170,6 +170,15 @@ class Stacked(StreamedExperts, kernels.FastExperts):
     def forward(self, x, routed, placed=None):
         return self._in_call(super().forward, x, routed, placed)
 
+    @property
+    def expects(self):
+        return self.session.prefetcher.asks_early if self.session.prefetcher else 0
+
+    def expect(self, likely, probability):
+        if self.session.is_in_call:
+            guess = self.session.prefetcher.choose(likely, probability)
+            self.session.residency.prefetch(self.index, *guess)
+
     def arriving(self, x, routed):
         session, pairs = self.session, Pairs(routed)
         session.settle()

@@ -12,6 +12,10 @@ import numpy as np
 from .. import kernels
 from .trace import Trace
 
+# Of what ``Router`` is told: this many times K experts are not evicted, and those of the first K
+# with at least this probability are read.
+KEPT, SURE = 2, 0.0
+
 
 class Prefetcher:
     """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``.
@@ -19,12 +23,19 @@ class Prefetcher:
     ``guess`` gives that layer and its experts, ``[..., K]``, or None if there is no guess.
     """
 
+    # How many experts of each token a layer's own router is to name before attention (``Router``).
+    asks_early = 0
+
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
         """Arrays for ``guess``, to evaluate with the routing of a layer, whose input is ``x``."""
         return []
+
+    def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
+        """The layer that runs next and its experts, ``[..., K]``; None: no guess."""
+        return None
 
 
 class Lookahead(Prefetcher):
@@ -83,4 +94,18 @@ class Oracle(Prefetcher):
         return following, self._rows[self._next][following]
 
 
-PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle}
+class Router(Prefetcher):
+    """Reads what a layer's own router names before the layer's attention or recurrence."""
+
+    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
+        super().__init__(layers, blocks)
+        self._top_k = layers[0].session.top_k
+        self.asks_early = min(KEPT * self._top_k, layers[0].num_experts)
+
+    def choose(self, likely: np.ndarray, probability: np.ndarray) -> tuple[list[int], list[int]]:
+        """The experts to read, and those to keep, of the likeliest ``[n, asks_early]``."""
+        first = likely[:, : self._top_k][probability[:, : self._top_k] >= SURE]
+        return [*dict.fromkeys(first.tolist())], likely.ravel().tolist()
+
+
+PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle, "router": Router}
