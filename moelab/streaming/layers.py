@@ -176,13 +176,15 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
     def expect(self, likely, probability):
         if self.session.is_in_call:
-            guess = self.session.prefetcher.choose(likely, probability)
+            guess = self.session.prefetcher.choose(self.index, likely, probability)
             self.session.residency.prefetch(self.index, *guess)
 
     def arriving(self, x, routed):
         session, pairs = self.session, Pairs(routed)
         session.settle()
         self._count(routed)
+        if self.expects:
+            session.prefetcher.learn(self.index, {*pairs.of_expert})
         asked = self._ask(x)
         alone = len(session.residency.layers) == 1  # a guess would take this call's slots
         for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):
