@@ -1,4 +1,4 @@
-"""Prefetching: while one layer runs, a prefetcher guesses which experts another layer will need.
+"""Prefetching: a prefetcher guesses which experts this layer or the next one will need.
 
 They are read past the page cache at once, or by background threads after all reads that a layer
 waits for. Threads' reads that have not begun when the guessed layer is called are cancelled. A
@@ -107,6 +107,13 @@ class Router(Prefetcher):
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         super().__init__(layers, blocks)
+        unknown = [m.path for m, block in zip(layers, blocks) if not hasattr(block, "likely")]
+        if unknown:
+            raise ValueError(
+                f"StreamConfig.prefetch='router': {unknown[0]}: expected a decoder layer that the "
+                "fast kernels compute in one piece on a CPU, got one that MLX computes, whose "
+                "router would be waited for twice. Use prefetch='lookahead' or 'none'."
+            )
         self._top_k, E = layers[0].session.top_k, layers[0].num_experts
         self.asks_early = min(2 * self._top_k, E)
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
