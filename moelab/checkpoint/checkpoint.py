@@ -54,9 +54,12 @@ class Checkpoint:
             if (self.path / file).exists():  # all that mlx-lm reads
                 read_json(self.path / file)
         self.config = mlx_lm_utils.load_config(self.path)
-        if "dflash_config" in self.config:
+        kind = "a DFlash draft" if "dflash_config" in self.config else None
+        if str(self.config.get("model_type")).endswith("_mtp"):
+            kind = "a draft head"
+        if kind:
             raise CheckpointError(
-                f"{self.path}: expected a model, got a DFlash draft, which writes no text alone. "
+                f"{self.path}: expected a model, got {kind}, which writes no text alone. "
                 "Give the model that it was trained for, and this folder as its --draft."
             )
         self.files, layers = self._files(), sorted(self.path.glob("experts-*.safetensors"))

@@ -72,7 +72,7 @@ def add_kv_cache(parser: argparse.ArgumentParser, max_size: bool = False) -> Non
 def add_draft(parser: argparse.ArgumentParser) -> None:
     """Add ``--draft``, also under mlx-lm's name ``--draft-model``, and ``--num-draft-tokens``."""
     add_hidden(parser, "--draft-model", type=not_empty)
-    what = "lookup, or the folder of a model or of a DFlash draft"
+    what = "lookup, mtp (the model's own head), or the folder of a model, DFlash draft or head"
     parser.add_argument("--draft", dest="draft_model", type=not_empty, metavar="DRAFT", help=what)
     what = "drafted in a round; auto decides by what it gains"
     add_number(parser, "--num-draft-tokens", "auto", what, or_auto(zero_or_more))

@@ -43,7 +43,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
     """Chat until ``q``, Ctrl-C or the end of standard input."""
     check_kv_cache(args, config)
     with ExitStack() as stack:
-        draft = open_draft(args.draft_model, config.kernels)
+        draft = open_draft(args.draft_model, config.kernels, args.model)
 
         def load_streamed(_, **kwargs):
             model, tokenizer = load(args.model, leave_room(config, draft), **kwargs)

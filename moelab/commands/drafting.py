@@ -13,30 +13,39 @@ from ..checkpoint import read_json
 from ..speculation.dflash import DFlashDraft
 from ..speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
 from ..speculation.generate import speculative_generate
-from ..speculation.policy import Policy
+from ..speculation.mtp import MTPDraft, is_head
+from ..speculation.policy import MAX_DRAFTS, Policy
 from ..streaming.config import StreamConfig
 from ..streaming.facts import grown_nbytes
 from ..streaming.model import load
 from ..streaming.ranks import Ranks
 from ..streaming.session import session_of
 
-LOOKUP = "lookup"
+LOOKUP, MTP = "lookup", "mtp"
 
 
-def open_draft(draft: str | Path | None, kernels: str = "auto") -> Draft | None:
-    """Open a draft: ``lookup``, or the folder of a language model or of a DFlash draft."""
+def open_draft(
+    draft: str | Path | None, kernels: str = "auto", target: str | Path | None = None
+) -> Draft | None:
+    """Open a draft: ``lookup``, ``mtp`` (the head in the folder of the ``target``), or a folder.
+
+    The folder has a language model, a DFlash draft or a draft head.
+    """
     if draft is None:
         return None
     if draft == LOOKUP:
         return LookupDraft()
-    if "dflash_config" in draft_config(draft):
+    config = {} if draft == MTP else draft_config(draft)
+    if draft == MTP or is_head(config):
+        found = MTPDraft(target if draft == MTP else draft)
+    elif "dflash_config" in config:
         found = DFlashDraft(draft)
-        if mx.default_device() == mx.cpu:  # where its target computes in float32
-            found.model.set_dtype(mx.float32)
-        mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
-        return found
-    model, _ = load(draft, StreamConfig(mode="resident", kernels=kernels))
-    return ModelDraft(model)
+    else:
+        return ModelDraft(load(draft, StreamConfig(mode="resident", kernels=kernels))[0])
+    if mx.default_device() == mx.cpu:  # where its target computes in float32
+        found.model.set_dtype(mx.float32)
+    mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
+    return found
 
 
 def read_zeros(draft: Draft, caches: list) -> None:
@@ -45,14 +54,21 @@ def read_zeros(draft: Draft, caches: list) -> None:
         args = draft.model.args
         values = len(args.target_layer_ids) * args.hidden_size
         draft.model.extend(mx.zeros((1, 2, values)), caches)
+    elif isinstance(draft, MTPDraft):
+        zeros = mx.zeros((1, 2, draft.model.hidden_size))
+        draft.model(zeros, zeros, caches[:-1])
+        caches[-1][0] = zeros[0, :1]
     else:
         draft.model(mx.zeros((1, 2), mx.int32), cache=caches)
 
 
 def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
     """Reserve the draft's memory in its target's configuration, so that slots leave it free."""
+    if draft is None or not config.asks_for_slots:
+        return config
+    config = replace(config, verify_tokens=MAX_DRAFTS + 1)
     model = getattr(draft, "model", None)  # a lookup has no model and keeps only a text's tokens
-    if model is None or not config.asks_for_slots:
+    if model is None:
         return config
     caches = draft.make_cache()
     read_zeros(draft, caches)
@@ -63,13 +79,13 @@ def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
     return replace(config, reserved_nbytes=reserved, memory_nbytes=memory)
 
 
-def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP,)) -> dict:
+def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP, MTP)) -> dict:
     """Read the configuration in a draft's folder; the error names ``words`` as alternatives."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
-            f"draft {str(path)!r}: expected {', '.join(words)}, or the folder of a model or "
-            "of a DFlash draft with its config.json; found no such folder."
+            f"draft {str(path)!r}: expected {', '.join(words)}, or the folder of a model, of a "
+            "DFlash draft or of a draft head with its config.json; found no such folder."
         )
     return read_json(file)
 

@@ -32,7 +32,7 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
     check_kv_cache(args, config)
-    draft, group = open_draft(args.draft_model, config.kernels), joined()
+    draft, group = open_draft(args.draft_model, config.kernels, args.model), joined()
     follows = group is not None and group.rank() > 0
     out, verbose = io.StringIO() if follows else sys.stdout, args.verbose and not follows
     if args.seed is not None:

@@ -43,7 +43,7 @@ class Model:
         if args.chat_template:
             loading["tokenizer_config"]["chat_template"] = args.chat_template
         # The draft comes before the model, whose slots take the memory that is left.
-        self.draft = open_draft(args.draft_model, config.kernels)
+        self.draft = open_draft(args.draft_model, config.kernels, args.model)
         self.prompt_files = PromptFiles(args, config, self.draft) if args.prompt_cache_dir else None
         path = find(args.model)
         config = self._with_room(path, leave_room(config, self.draft))

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ from ..speculation.policy import Policy
 from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 
-BUILT_IN = ("lookup", "self", "oracle")  # names of drafts that are no folder
-ACCEPT = 0.8  # the share of the oracle's drafts that are right
+BUILT_IN = ("lookup", "mtp", "self", "oracle")  # names of drafts that are no folder
+ACCEPT = 0.8  # the share of the oracle's guesses that are right, unless its name says another
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,23 @@ def decode_drafted(
     tokens: int,
     warmup: int = 0,
     sampler: Callable[[mx.array], mx.array] | None = None,
+    feed: Sequence[int] | None = None,
+    cache: list[Any] | None = None,
     **calls: Callable[[], Any] | None,
 ) -> Decoded:
-    """Decode as ``decode`` does, with a draft: the clock starts and stops between its rounds."""
+    """Decode as ``decode`` does, with a draft: the clock starts and stops between its rounds.
+
+    With ``feed`` the text goes on with its ids, and ``tokens`` are those that the target would have
+    chosen, as in ``decode``. ``cache`` has the text before the prompt, and then all of it.
+    """
+    chosen = {}  # by place; a refused draft's are chosen again
+
+    def fed(tokens, logits):
+        i = tokens.size - len(prompt_ids)
+        chosen[i] = mx.argmax(logits, axis=-1)
+        mx.async_eval(chosen[i])  # else it keeps the logits
+        token = feed[min(i, len(feed) - 1)]
+        return mx.where(mx.arange(logits.shape[-1]) == token, logits, -mx.inf)
 
     def rounds():
         made, most = [], 1 + warmup + tokens
@@ -123,6 +137,8 @@ def decode_drafted(
             num_draft_tokens=num_drafts,
             max_tokens=most,
             sampler=sampler,
+            logits_processors=None if feed is None else [fed],
+            prompt_cache=cache,
         )
         with closing(steps):
             for n, (token, _, _, r) in enumerate(steps, 1):
@@ -131,7 +147,9 @@ def decode_drafted(
                     yield made, (r.drafted, r.accepted, r.draft_s, r.verify_s)
                     made = []
 
-    return _timed(model, rounds(), tokens, warmup, **calls)
+    ran = _timed(model, rounds(), tokens, warmup, **calls)
+    own = ran.tokens if feed is None else [chosen[i].item() for i in range(len(ran.tokens))]
+    return replace(ran, tokens=own)
 
 
 def _timed(
@@ -179,13 +197,19 @@ def _timed(
 
 
 class OracleDraft:
-    """A draft that knows the text and guesses right with probability ``accept``, as no real one."""
+    """A draft that knows the text and guesses right with probability ``accept``, as no real one.
+
+    The guess for a place of the text is right or wrong whenever it is asked for, by the seed. After
+    a wrong one a round has only wrong ones. Wrong ones are tokens of other places.
+    """
 
     layer_ids = ()
 
-    def __init__(self, tokens: list[int], accept: float = ACCEPT, seed: int = 0):
-        self.tokens, self.accept, self.cache = list(tokens), accept, []
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, tokens: Sequence[int], accept: float = ACCEPT, seed: int = 0):
+        rng, self._tokens, self.cache = np.random.default_rng(seed), np.array(tokens), []
+        self._is_right = rng.random(len(tokens)) < accept
+        others = rng.permutation(self._tokens)
+        self._wrong = np.where(others == tokens, (others + 1) % 2, others)
 
     def make_cache(self) -> list:
         return []
@@ -197,14 +221,27 @@ class OracleDraft:
         self._read += tokens.size
 
     def propose(self, last: int, n: int, choose: Callable) -> mx.array:
-        guesses = self.tokens[self._read + 1 :][:n]
-        wrong = self._rng.random(len(guesses)) >= self.accept
-        return mx.array([(t + 1) % 2 if w else t for t, w in zip(guesses, wrong)], mx.uint32)
+        at = slice(self._read + 1, self._read + 1 + n)
+        right = np.logical_and.accumulate(self._is_right[at])
+        return mx.array(np.where(right, self._tokens[at], self._wrong[at]), mx.uint32)
 
 
-def open_any(draft: str | Path, model: nn.Module, kernels: str = "auto") -> Callable[..., Draft]:
-    """Return a function that makes a run's draft from its prompt and the text that follows."""
-    if draft == "oracle":
-        return lambda ids, text: OracleDraft([*ids, *text])
-    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels)
-    return lambda ids, text: opened
+def oracle_share(draft: str | Path) -> float | None:
+    """The share of right guesses of ``oracle`` or ``oracle:SHARE``; None for another draft."""
+    word, _, share = str(draft).partition(":")
+    if word != "oracle":
+        return None
+    with suppress(ValueError):
+        if 0 <= (accept := float(share or ACCEPT)) <= 1:
+            return accept
+    raise ValueError(f"draft {draft!r}: expected a share from 0 to 1, as in oracle:0.7")
+
+
+def open_any(
+    draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
+) -> Callable[..., Draft]:
+    """Return what makes a run's draft of its prompt, the text that follows it and a seed."""
+    if (accept := oracle_share(draft)) is not None:
+        return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
+    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)
+    return lambda ids, text, seed=0: opened

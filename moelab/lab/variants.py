@@ -19,7 +19,7 @@ from ..streaming.config import SLOT_MODES
 from ..streaming.session import session_of
 from ..streaming.trace import Trace
 from . import oscache
-from .decode import decode, decode_drafted, encode, open_any
+from .decode import decode, decode_drafted, encode, open_any, oracle_share
 from .models import folder
 
 RESIDENT = "resident, no limit"  # runs under a limit are compared with it
@@ -73,7 +73,7 @@ def resident_like(base: StreamConfig | None = None) -> StreamConfig:
 def crossed(
     configs: Mapping[str, StreamConfig],
     limits: Sequence[int | None] = (None,),
-    draft: str | None = None,
+    draft: str | Sequence[str] | None = None,
     lengths: Sequence[int | str] = (),
     direct: Sequence[bool | None] = (None,),
     layouts: Mapping[str, str | Path | None] = {"": None},
@@ -81,13 +81,14 @@ def crossed(
 ) -> dict[str, Variant]:
     """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
 
-    Returns them by name. With a draft, each way is also there without it.
+    Returns them by name. With a draft, or several, each way is also there without.
 
     With a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
     """
-    out, drafts = {}, [None, *lengths] if draft else [None]
+    given = [draft] if isinstance(draft, str) else draft or []
+    out, drafts = {}, [None, *product(given, lengths)]
     every = product(configs.items(), layouts.items(), limits, direct, drafts)
-    for (name, config), (layout, path), limit_nbytes, past, n in every:
+    for (name, config), (layout, path), limit_nbytes, past, drafted in every:
         if past and config.mode not in SLOT_MODES:
             continue
         past = past if config.mode in SLOT_MODES else None
@@ -96,9 +97,10 @@ def crossed(
         words = [name, layout]
         words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
         words += [] if past is None else ["past the page cache" if past else "page cache"]
-        words += [] if n is None else ["policy" if n == "auto" else f"{n} drafts"]
-        drafted = {} if n is None else {"draft": draft, "num_drafts": n}
-        made = Variant(config, path, limit_nbytes, cold=cold, **drafted)
+        own, n = drafted or (None, "auto")
+        words += [own] if drafted and len(given) > 1 else []
+        words += [] if drafted is None else ["policy" if n == "auto" else f"{n} drafts"]
+        made = Variant(config, path, limit_nbytes, draft=own, num_drafts=n, cold=cold)
         out[", ".join(filter(None, words))] = made
     if any(limits) and configs:
         first = next(iter(configs.values()))
@@ -129,7 +131,7 @@ class Opened:
         self.model, self.tokenizer = load(self.path, variant.config)
         self.make_draft = None
         if variant.draft:
-            self.make_draft = open_any(variant.draft, self.model, variant.config.kernels)
+            self.make_draft = open_any(variant.draft, self.model, self.path, variant.config.kernels)
         self.nbytes = mx.get_active_memory() - before
         self.predicted_nbytes = footprint(self.path, session_of(self.model).config).total_nbytes
 
@@ -158,12 +160,12 @@ class Opened:
         sampled = {**amount, "sampler": make_sampler(temp) if temp else None}
         run = partial(decode, feed=fed, before_token=drop if variant.cold == "token" else None)
         if self.make_draft:
-            text = []
-            if variant.draft == "oracle":  # it needs the text beforehand
+            text = fed or []
+            if fed is None and oracle_share(variant.draft) is not None:  # it needs the text
                 mx.random.seed(seed)
                 text = decode(model, ids, **sampled).tokens
-            draft = self.make_draft(ids, text)
-            run = partial(decode_drafted, draft=draft, num_drafts=variant.num_drafts)
+            draft = self.make_draft(ids, text, seed)
+            run = partial(decode_drafted, draft=draft, num_drafts=variant.num_drafts, feed=fed)
         mx.random.seed(seed)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -196,8 +198,13 @@ class Opened:
 
 
 def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
-    """The prompt of a trace's file, and the ``num`` tokens or more that follow it."""
-    trace, config = Trace.load(feed), Checkpoint(model_path).config
+    """The prompt of a trace's file, and the ``num`` tokens that follow it.
+
+    ``FILE:N`` is a file of whose prompt only the last N tokens are read.
+    """
+    file, _, last = str(feed).rpartition(":")
+    file, last = (file, int(last)) if file and last.isdigit() else (feed, 0)
+    trace, config = Trace.load(file), Checkpoint(model_path).config
     ids, first = trace.tokens.tolist(), int((trace.phase == "prefill").sum())
     if not first or len(ids) - first < num:
         raise ValueError(
@@ -210,4 +217,4 @@ def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[i
             f"--feed {feed}: expected tokens below {size}, the vocabulary of {model_path}, got "
             f"{max(ids)}. Take a trace of a model with the same tokenizer."
         )
-    return ids[:first], ids[first : first + num]
+    return ids[max(first - last, 0) if last else 0 : first], ids[first : first + num]

@@ -6,9 +6,11 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
+MAX_DRAFTS = 15  # in a round
 GAIN = 1.03  # times the undrafted speed that a number of drafts must promise
-# After so many rounds with drafts, so many tokens are timed without drafts.
-REFRESH_ROUNDS, REFRESH_TOKENS = 64, 2
+# After so many rounds with drafts, so many tokens are timed without drafts: after the first number,
+# then after twice as many, up to the last. Tokens become faster while slots fill.
+REFRESH_ROUNDS, REFRESH_TOKENS = (8, 64), 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too
 COMPILE_FACTOR = 4  # a first round that takes so many times its estimate was compiling kernels
@@ -44,7 +46,7 @@ class Policy:
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
 
-    def __init__(self, max_draft_tokens: int = 15, risk: float = 0.015, horizon: int = 128):
+    def __init__(self, max_draft_tokens: int = MAX_DRAFTS, risk: float = 0.015, horizon: int = 128):
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon
@@ -68,6 +70,7 @@ class Policy:
         self._banked_s = max(self._banked_s - self.lost_s, 0.0)
         self.num_tokens, self.lost_s = 0, 0.0
         self._rounds = 0  # with drafts, in a row; below 0: undrafted tokens still to be timed
+        self._refresh = REFRESH_ROUNDS[0]
         self._expected = min(self.horizon, max_tokens) if max_tokens >= 0 else self.horizon
 
     def prompt(self, num_tokens: int, seconds: float) -> None:
@@ -121,8 +124,9 @@ class Policy:
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
         """How many tokens to draft, 0 to ``most``, if the draft first reads ``missed`` tokens."""
-        if self._rounds >= REFRESH_ROUNDS:
+        if self._rounds >= self._refresh:
             self._rounds = -REFRESH_TOKENS
+            self._refresh = min(2 * self._refresh, REFRESH_ROUNDS[1])
         if len(self._plain_s) < MIN_PLAIN_TOKENS or self._rounds < 0:
             return 0
         if self._rounds == 0 and self.num_tokens % ASK_EVERY:

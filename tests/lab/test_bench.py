@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from needs import needs_kernels
@@ -16,7 +17,7 @@ from moelab import DATA, StreamConfig, record, stats
 from moelab.__main__ import main
 from moelab.lab import limit, records, variants
 from moelab.lab.arguments import parse_modes
-from moelab.lab.decode import decode, decode_drafted
+from moelab.lab.decode import OracleDraft, decode, decode_drafted
 from moelab.lab.experiments import bench
 from moelab.repack import repack
 from moelab.speculation.drafts import LookupDraft
@@ -87,6 +88,38 @@ def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, t
         assert not made[made.variant == "fused, 0 drafts"].drafted.any()
 
 
+def test_guesses_of_a_given_quality_for_a_text_that_is_fed(random_tiny_moe):
+    """Whatever is drafted, the target reads the trace's tokens and chooses what it would have."""
+    drafts, code = ("oracle:0.5", "oracle:1", "oracle:0"), DATA / "traces" / "code.npz"
+    variants = bench.crossed({"fused": StreamConfig(slots=64)}, draft=drafts, lengths=(3, "auto"))
+    amount = {"tokens": 40, "runs": 1, "warmup": 2, "feed": f"{code}:16"}
+    made = bench.measure(random_tiny_moe, variants, **amount)
+    assert made.prompt_tokens.eq(16).all() and len(made) == 7
+    assert set(records.same_tokens(made, "fused").values()) == {(1, 1)}
+    three = made[made.num_drafts == "3"].set_index("draft")
+    assert three.tau["oracle:1"] > 3.5 and three.tau["oracle:0"] == 1
+    assert 1.3 < three.tau["oracle:0.5"] < 2.7, "1.875 expected"
+
+
+def test_the_oracles_guess_for_a_place_does_not_depend_on_who_asks():
+    text = np.random.default_rng(0).integers(0, 9, 4000)
+
+    def guesses(n, seed=1):
+        """What is guessed after each place, a round at each."""
+        draft, made = OracleDraft(text, 0.7, seed), []
+        draft.bind(None)
+        for last in text[:3000].tolist():
+            made.append(draft.propose(last, n, None).tolist())
+            draft.extend(mx.array([last]))
+        return np.array(made)
+
+    three, after = guesses(3), np.stack([text[i : i + 3000] for i in (1, 2, 3)], axis=-1)
+    right = three == after
+    assert (guesses(1) == three[:, :1]).all() and (guesses(3, seed=2) != three).any()
+    assert np.abs(right.mean(0) - 0.7 ** np.arange(1, 4)).max() < 0.03
+    assert (right[:, 1:] <= right[:, :-1]).all(), "nothing is right behind a wrong one"
+
+
 @pytest.mark.parametrize("together, runs", [(True, 2), (False, 1)])
 def test_bench(model_path, together, runs, monkeypatch):
     monkeypatch.setattr(bench, "memory_available", lambda: together * 10**12)
@@ -141,7 +174,8 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
         pytest.param("MODEL --modes resident,fused/dtype=bfloat16", "=mlx", marks=needs_kernels),
         ("MODEL --feed TRACES/code.npz --tokens 500", "516 tokens behind it .* got 128 and 512"),
         ("MODEL --feed TRACES/code.npz", "expected tokens below .*, the vocabulary of"),
-        ("MODEL --draft nonsense", "nonsense.*lookup, self, oracle"),
+        ("MODEL --draft nonsense", "nonsense.*lookup, mtp, self, oracle"),
+        ("MODEL --draft oracle:1.5", "expected a share from 0 to 1"),
         ("MODEL --draft . --limits 900", "not JSON"),
         ("MODEL --json config.json/r.json", "json 'config.json/r.json'"),
         ("MODEL --json /dev/null", "no plain file"),

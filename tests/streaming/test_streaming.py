@@ -19,7 +19,7 @@ from moelab.streaming import layers
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import residency
+from moelab.streaming.residency import layer, residency
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -61,6 +61,48 @@ def test_counters(path, mode):
         assert got.decode.hits + got.decode.misses == 7 * L * K
         assert got.decode.hit_rate == got.decode.hits / (7 * L * K)
         assert got.decode.bytes_per_token == got.decode.bytes_read / 7
+
+
+@on_host
+@pytest.mark.parametrize("kernel", ["fast", "mlx"])
+def test_a_verify_pass_reads_each_missing_expert_once_and_begins_before_it_computes(
+    path, kernel, monkeypatch
+):
+    monkeypatch.setattr(layer, "PART_NBYTES", 1)
+    events, begin, bring = [], layer.LayerSlots.begin, residency.Residency.bring
+
+    def begins(self, misses):
+        events.append(("begin", set(misses)))
+        return begin(self, misses)
+
+    def brings(self, i, routed, *rest):
+        union, table = set(routed.ravel().tolist()), self.layers[i].table
+        events.append(("call", union, union & table.slot_of.keys()))
+        for arrived in bring(self, i, routed, *rest):
+            events.append(("compute", set(arrived.slots)))
+            yield arrived
+
+    monkeypatch.setattr(layer.LayerSlots, "begin", begins)
+    monkeypatch.setattr(residency.Residency, "bring", brings)
+    with load_model(path, moelab.StreamConfig(slots=E - 1, kernels=kernel))[0] as model:
+        cache = make_prompt_cache(model)
+        mx.eval(model(PROMPT[:, :1], cache=cache))
+        moelab.stats(model, reset=True)
+        events.clear()
+        mx.eval(model(PROMPT[:, 1:5], cache=cache))  # as three drafts are verified
+        nbytes = moelab.stats(model).prefill.bytes_read
+    calls = [i for i, e in enumerate(events) if e[0] == "call"]
+    read = 0
+    for i, end in zip(calls, [*calls[1:], len(events)]):
+        (_, union, held), does = events[i], events[i + 1 : end]
+        begun = [e for kind, some in does if kind == "begin" for e in some]
+        computed = [e for kind, some in does if kind == "compute" for e in some]
+        assert sorted(begun) == sorted(union - held) and sorted(computed) == sorted(union)
+        kinds = [kind for kind, _ in does]
+        assert kinds == sorted(kinds), "all reads, then the first of the arithmetic"
+        assert not held or does[kinds.index("compute")][1] >= held
+        read += len(begun)
+    assert read > K and nbytes == read * moelab.footprint(path).expert_nbytes
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")

@@ -23,7 +23,7 @@ from ...memory import memory_available
 from ...streaming.reading import native
 from .. import limit, machine, oscache, records
 from ..arguments import MEASURED_SLOTS, modes_given, or_none, parse_modes, several
-from ..decode import BUILT_IN
+from ..decode import BUILT_IN, oracle_share
 from ..models import folder
 from ..texts import PROMPTS, heldout_ids
 from ..variants import COLD, Opened, Variant, crossed, resolved, texts_of
@@ -67,7 +67,7 @@ def measure(
     if feed is not None:
         texts_of(feed, warmup + tokens, path)  # refuses an unfit trace before any work
     for v in variants.values():
-        if v.draft and v.draft not in BUILT_IN:
+        if v.draft and oracle_share(v.draft) is None and v.draft not in BUILT_IN:
             draft_config(v.draft, BUILT_IN)  # refuses an unfit draft
     known = [v.config for v in variants.values() if not (alone and v.config.asks_for_slots)]
     predicted = [footprint(path, c).total_nbytes for c in known]  # refuses unfit fields
@@ -232,13 +232,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     texts("--prompt", type=prompt_text, action="append", metavar="TEXT", help=again)
     heldout = "so many of tiny-moe's held-out text; several lengths take turns"
     texts("--prompt-tokens", type=several(positive), metavar="N", help=heldout)
-    fed = "read this trace's text in place of a prompt and of decoded tokens"
+    fed = "read this trace's text in place of a prompt and decoded tokens; TRACE:N cuts its prompt"
     texts("--feed", metavar="TRACE", help=fed)
     add_sampling(parser, ("--temp",))
     limits = {"type": several(or_none(positive)), "metavar": "MB", "default": (None,)}
     add("--limits", **limits, help="memory of each run, page cache included; or several, and none")
-    drafts = "lookup, self, oracle, or the folder of a model or a DFlash draft"
-    add("--draft", type=not_empty, metavar="DRAFT", help=drafts)
+    drafts = "lookup, mtp, self, oracle:SHARE, folder of a model, DFlash draft or head; or several"
+    add("--draft", type=several(not_empty), metavar="DRAFT", help=drafts)
     lengths = {"type": several(or_auto(zero_or_more)), "metavar": "N", "default": (4, "auto")}
     add("--lengths", **lengths, help="drafts in a round; auto: the policy (default: 4,auto)")
     packed = "measure this copy from python -m moelab repack, too"

@@ -1,0 +1,278 @@
+"""MTP: the draft head that a model was trained with, which mlx-lm leaves out of its own models.
+
+One decoder layer guesses token i + 2 from the hidden state of token i and the embedding of token
+i + 1 (DeepSeek-V3, arXiv 2412.19437, section 2.2). Its own output takes the place of the hidden
+state for a guess after that. Embedding and head are the target's.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import utils as mlx_lm_utils
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache, trim_prompt_cache
+
+from .. import kernels
+from ..checkpoint import (
+    CheckpointError,
+    check_fork,
+    model_classes,
+    read_header,
+    read_json,
+    readable,
+)
+from ..hooks import with_globals
+from .dflash import QUEUED_TOKENS
+from .target import embedding_and_head, vocabulary
+
+SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
+QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms are stored less 1
+NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")  # layer L
+# What the families call the parts of a head, and what a head of ours calls them.
+PARTS = {
+    "pre_fc_norm_embedding": "norm_embedding", "enorm": "norm_embedding",
+    "pre_fc_norm_hidden": "norm_hidden", "hnorm": "norm_hidden",
+    "fc": "fc", "eh_proj": "fc",
+}  # fmt: skip
+# A family's configuration of a model of one layer with full attention and experts.
+ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
+# Norms that mtplx_mtp_quantization's files store less 1; it has added the 1 to the others.
+MTPLX = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+
+
+class Head:
+    """Mixed into the class of an mlx-lm model of one layer, whose trunk it calls.
+
+    ``stored``: what ``_stored`` found of it.
+    """
+
+    def __init__(self, args):
+        super().__init__(args)
+        _, trunk = _trunk(self)
+        self.__dict__["trunk"] = trunk  # not a further child; to look for it takes 0.3 ms
+        D = trunk.embed_tokens.weight.shape[-1]
+        for module in self.modules():
+            module.pop("lm_head", None)
+        # Only GLM-4.7-Flash's head has an embedding of its own.
+        own = trunk.embed_tokens if self.stored.has_embedding else None
+        trunk.embed_tokens, self.embedding = nn.Identity(), own
+        trunk.ssm_idx = None  # the Qwen families' recurrent layer, of which a head has none
+        self.fc = nn.Linear(2 * D, D, bias=False)
+        self.norm_embedding = nn.RMSNorm(D, trunk.norm.eps)
+        self.norm_hidden = nn.RMSNorm(D, trunk.norm.eps)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, as the target has it."""
+        return self.norm_hidden.weight.size
+
+    def __call__(self, embedded: mx.array, hidden: mx.array, cache: list) -> mx.array:
+        """Hidden states ``[B, T, D]`` for the next tokens' embeddings and the hidden states."""
+        both = self.norm_embedding(embedded), self.norm_hidden(hidden)
+        return self.trunk(self.fc(mx.concatenate(both, axis=-1)), cache)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The head's weights among those of the files, by the names of its parameters."""
+        path, prefix, norms, own = _trunk(self)[0], self.stored.prefix, {}, {}
+        for name, w in weights.items():
+            if not name.startswith(prefix):
+                continue
+            name = name[len(prefix) :].removeprefix("layers.0.").removeprefix("shared_head.")
+            part, _, rest = name.partition(".")
+            if part in PARTS:
+                name = f"{PARTS[part]}.{rest}"
+            elif part == "embed_tokens" and self.embedding is not None:
+                name = f"embedding.{rest}"
+            elif part in ("norm", "head", "embed_tokens"):
+                name = f"{path}.{name}" if part == "norm" else ""
+            else:
+                name = f"{path}.layers.0.{name}"
+            if w.ndim == 1 and "norm" in name:  # ``sanitize`` of qwen3_next would add its own 1
+                shift = self.stored.shifts(name)
+                norms[name] = (w.astype(mx.float32) + 1).astype(w.dtype) if shift else w
+            elif name:
+                own[name] = w
+        mine = {k: w for k, w in own.items() if not k.startswith(path)}
+        inherited = getattr(super(), "sanitize", lambda weights: weights)
+        return inherited({k: w for k, w in own.items() if k.startswith(path)}) | mine | norms
+
+
+@cache
+def _head_class(cls, stored):
+    return type(cls.__name__, (Head, cls), {"__module__": cls.__module__, "stored": stored})
+
+
+def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
+    """Path and module of the part of an mlx-lm model between its embedding and its head."""
+    return next((p, m) for p, m in model.named_modules() if "embed_tokens" in m and "layers" in m)
+
+
+class _Stored(SimpleNamespace):
+    """Where a head is: ``files``, ``prefix`` of its names, ``family``, and how it is stored."""
+
+    __hash__ = object.__hash__
+
+    def shifts(self, name: str) -> bool:
+        """Whether a norm of this name is stored less 1."""
+        return self.less_1 and (not self.mtplx or any(part in name for part in MTPLX))
+
+
+def is_head(config: dict) -> bool:
+    """Whether a configuration is of a folder that has a head alone."""
+    return config.get("model_type") == SIDECAR
+
+
+def _stored(path: Path, config: dict) -> _Stored:
+    """Find a head in a folder; a CheckpointError if there is none that this module knows."""
+    text, family = config.get("text_config", config), config.get("model_type")
+    if is_head(config):
+        family = "qwen3_5_moe" if text.get("num_experts") else "qwen3_5"
+    if family not in (*QWEN, *NEXTN):
+        raise CheckpointError(
+            f"{path}: a draft head of {family} is not known here: expected one of "
+            f"{', '.join((*QWEN, *NEXTN))}. Use another draft, or none."
+        )
+    nextn = f"model.layers.{text['num_hidden_layers']}."
+    names = {f: read_header(f).keys() for f in sorted(path.glob("*.safetensors"))}
+    prefixes = [nextn] if family in NEXTN else ["mtp.", *([""] if is_head(config) else [])]
+    for prefix in prefixes:
+        marks = {f"{prefix}{part}.weight" for part in ("fc", "eh_proj")}
+        if any(marks & found for found in names.values()):
+            break
+    else:
+        raise CheckpointError(
+            f"{path}: expected tensors {prefixes[0]}* of a draft head in its safetensors files, "
+            "found none: mlx_lm.convert drops them. Give a folder that has the head alone "
+            f"(model_type {SIDECAR}) as the draft, or take the original checkpoint."
+        )
+    mine = {f: {n for n in found if n.startswith(prefix)} for f, found in names.items()}
+    layers = {n for found in mine.values() for n in found if re.search(r"\blayers\.1\.", n)}
+    if prefix != nextn and layers:
+        raise CheckpointError(f"{path}: expected a draft head of one layer, got {min(layers)}.")
+    return _Stored(
+        files=[f for f, found in mine.items() if found],
+        prefix=prefix,
+        family=family,
+        less_1=prefix == "mtp.",
+        mtplx="mtplx_mtp_quantization" in config,
+        has_embedding=family == "glm4_moe_lite"
+        and any(f"{prefix}embed_tokens.weight" in found for found in mine.values()),
+    )
+
+
+def load_head(path_or_hf_repo: str | Path) -> nn.Module:
+    """Load the head of a checkpoint, or of a folder with a head alone.
+
+    A CheckpointError says what is missing or does not fit.
+    """
+    check_fork()
+    path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
+    config = read_json(path / "config.json")
+    stored = _stored(path, config)
+    one = {"mlp_only_layers": [], "decoder_sparse_step": 1, **ONE_LAYER}
+    changes = {"text_config": {**config["text_config"], **one}} if "text_config" in config else one
+    if "quantization" in config or "quantization_config" not in config:
+        # mlx-lm infers it from the shapes; what config.json says of single modules has other names.
+        said = config.get("quantization", {"group_size": 64, "bits": 4})
+        changes["quantization"] = {k: v for k, v in said.items() if not isinstance(v, (dict, bool))}
+
+    def classes(config):
+        cls, args = model_classes({**config, "model_type": stored.family}, "mlx-lm")
+        return _head_class(cls, stored), args
+
+    files = SimpleNamespace(glob=lambda pattern: list(map(str, stored.files)))
+    load = with_globals(mlx_lm_utils.load_model, {"glob": files})
+    with readable(f"{path}: mlx-lm cannot build a draft head of its config.json and tensors:"):
+        head, _ = load(path, lazy=True, model_config=changes, get_model_classes=classes)
+        zeros = mx.zeros((1, 1, head.hidden_size))  # MLX raises if types or shapes do not fit
+        head(zeros, zeros, make_prompt_cache(head))
+    mx.eval(head.parameters())  # another thread could not read what this one leaves lazy
+    return head
+
+
+class MTPDraft:
+    """A model's own draft head, for ``moelab.speculative_generate``; see ``drafts.Draft``.
+
+    Args:
+        path_or_hf_repo (str | Path): The target's own checkpoint, if it has the head's tensors, or
+            a folder with the head alone.
+
+    The cache is the head's own, with an entry for each token but the first, and last the hidden
+    state ``[1, D]`` of the newest token that the target has read.
+    """
+
+    layer_ids = (-1,)  # the target's last layer; its final norm is computed here
+
+    def __init__(self, path_or_hf_repo: str | Path):
+        self.model = load_head(path_or_hf_repo)
+        self.cache = []
+
+    def make_cache(self) -> list:
+        return [*make_prompt_cache(self.model), ArraysCache(1)]
+
+    def bind(self, model: nn.Module, cache: list | None = None) -> None:
+        self._embed, self._head = embedding_and_head(model)
+        probe = self._embed(mx.array([[0]]))
+        own, V = self.model.embedding, vocabulary(model)
+        for what, expected, got in (
+            ("hidden size", probe.shape[-1], self.model.hidden_size),
+            ("vocabulary", V, V if own is None else len(own.weight)),
+        ):
+            if expected != got:
+                raise ValueError(
+                    f"draft: expected a {what} of {expected}, as the target has, got {got}. A "
+                    "draft head serves only the model that it was trained with."
+                )
+        self._norm = _trunk(model)[1].norm
+        self._embed = own or self._embed
+        self.model.set_dtype(probe.dtype)
+        if kernels.used(model) and not kernels.used(self.model):
+            kernels.use(self.model)
+        # Evaluate all arrays here: another thread may draft, in which MLX could not compute them.
+        mx.eval([list(module.values()) for module in self.model.modules()])
+        self.cache = cache or self.make_cache()
+        # What the head has not read: tokens, and hidden states of those before them. Between two
+        # rounds there is a state more: that of the newest token, whose next one is not known.
+        self._tokens, self._hidden = [], [h for h in self.cache[-1].cache if h is not None]
+        self._guessed = 0  # entries of the cache that the target may refuse
+
+    def extend(self, tokens: mx.array, features: mx.array | None) -> None:
+        if self._guessed > 1:  # the first entry has the target's own hidden state and stays
+            trim_prompt_cache(self.cache[:-1], self._guessed - 1)
+        # The first token was read with the guesses, or no hidden state comes before it.
+        self._tokens.append(tokens if self._hidden else tokens[1:])
+        self._hidden.append(features)
+        self._guessed = 0
+        if sum(h.shape[0] for h in self._hidden) > QUEUED_TOKENS:
+            self.propose(0, 0, None)
+
+    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
+        guesses, nothing = [], mx.array([], mx.uint32)
+        if not self._hidden:  # of a text's first token
+            return nothing
+        tokens = mx.concatenate([*self._tokens, mx.array([last] if n else [], mx.uint32)])
+        hidden = mx.concatenate(self._hidden)
+        T, out = tokens.size, None
+        for i in range(0, T, QUEUED_TOKENS):
+            part = slice(i, min(i + QUEUED_TOKENS, T))
+            out = self._read(tokens[part], self._norm(hidden[part]))
+            mx.eval([c.state for c in self.cache[:-1]])
+        self._tokens, self._hidden = [], [] if n else [hidden[T:]]
+        if not n:
+            self.cache[-1][0] = hidden[T:]
+            mx.eval(self.cache[-1].state)
+            return nothing
+        while True:
+            guesses.append(choose(self._head(out[None])[0]))
+            self._guessed = len(guesses)
+            if len(guesses) == n:
+                return mx.concatenate(guesses)
+            out = self._read(guesses[-1], out)
+
+    def _read(self, tokens, hidden):
+        """Put tokens [T] and the hidden states before them into the cache: the last's [1, D]."""
+        return self.model(self._embed(tokens[None]), hidden[None], self.cache[:-1])[0, -1:]

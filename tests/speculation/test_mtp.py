@@ -1,0 +1,246 @@
+"""A model's own draft head: its equations against others' code, its cache, and whole texts."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache as once
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from drafting import FAST, plain, steps
+from families import build
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+from recurrent import difference
+from recurrent import seen as seen_in
+
+import moelab
+from moelab import StreamConfig
+from moelab.checkpoint import CheckpointError, model_classes
+from moelab.lab.texts import heldout_prompts
+from moelab.speculation.mtp import NEXTN, MTPDraft, load_head
+from moelab.speculation.target import Capture
+
+TINY_MOE = Path(__file__).parents[2] / "data" / "models" / "tiny-moe"
+T = 9
+
+
+def random_weights(module, seed=1):
+    """Random weights for the parameters of a module, by name; norms are near 1."""
+    mx.random.seed(seed)
+    shapes = {k: p.shape for k, p in tree_flatten(module.parameters())}
+    return {k: 0.1 * mx.random.normal(s) + ("norm" in k and len(s) == 1) for k, s in shapes.items()}
+
+
+def write(folder, weights, config, file="model.safetensors"):
+    mx.save_safetensors(str(folder / file), weights)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def qwen_head(config):
+    """mlx-vlm's head for a configuration of Qwen3.5's text model, and its weights by name."""
+    pytest.importorskip("mlx_vlm")
+    from mlx_vlm.speculative.drafters.qwen3_5_mtp import ModelConfig
+    from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
+
+    head = Qwen3_5MTPDraftModel(ModelConfig.from_dict({"text_config": dict(config)}))
+    weights = random_weights(head)
+    head.load_weights(list(weights.items()))
+    return head, weights
+
+
+def in_original_form(name, weights):
+    """A sidecar's tensors as the original checkpoints of a Qwen family store them."""
+    raw = {f"mtp.{k}": w - 1 if w.ndim == 1 and "norm" in k else w for k, w in weights.items()}
+    mlp = "mtp.layers.0.mlp."
+    found = {p: raw.pop(f"{mlp}switch_mlp.{p}_proj.weight") for p in ("gate", "up", "down")}
+    if name == "qwen3_next":
+        each = {
+            f"{mlp}experts.{e}.{p}_proj.weight": w[e]
+            for p, w in found.items()
+            for e in range(len(w))
+        }
+        return raw | each
+    raw[f"{mlp}experts.gate_up_proj"] = mx.concatenate([found["gate"], found["up"]], axis=1)
+    return raw | {f"{mlp}experts.down_proj": found["down"]}
+
+
+def same(head, expected, D):
+    """Whether a head gives what ``expected(embedded, hidden)`` does, read in two parts."""
+    mx.random.seed(2)
+    embedded, hidden = mx.random.normal((1, T, D)), mx.random.normal((1, T, D))
+    cache, wanted = make_prompt_cache(head), expected(embedded, hidden)
+    parts = [head(embedded[:, a:b], hidden[:, a:b], cache) for a, b in ((0, 4), (4, 5), (5, T))]
+    return mx.abs(mx.concatenate(parts, axis=1) - wanted).max().item() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "sidecar"])
+def test_a_head_of_qwen_computes_as_in_mlx_vlm(name, tmp_path):
+    config = json.loads((TINY_MOE / "config.json").read_text())["text_config"]
+    theirs, weights = qwen_head(config)
+    told = {"model_type": name, "text_config": config}
+    if name == "sidecar":
+        told = {"model_type": "qwen3_5_mtp", "text_config": config}
+    elif name == "qwen3_next":
+        rope = config["rope_parameters"]
+        flat = {k: rope[k] for k in ("rope_theta", "partial_rotary_factor")}
+        told = {**config, **flat, "model_type": name, "mlp_only_layers": []}
+    stored = weights if name == "sidecar" else in_original_form(name, weights)
+    head = load_head(write(tmp_path, stored, told))
+
+    def expected(embedded, hidden):
+        return theirs._forward_hidden(embedded, hidden, theirs.make_cache(), mx.arange(T)[None])
+
+    assert same(head, expected, config["hidden_size"])
+
+
+@pytest.mark.parametrize("name", NEXTN)
+def test_a_head_in_the_layer_after_the_last(name, tmp_path):
+    """Against the family's own model of one layer more, whose last layer is the head's."""
+    model, config = build(name)
+    L, D, args = config["num_hidden_layers"], config["hidden_size"], model.args
+    _, args_class = model_classes(config)
+    more = type(model)(args_class.from_dict({**config, "num_hidden_layers": L + 1}))
+    path = f"model.layers.{L}."
+    raw, w = {}, random_weights(more.model.layers[L])
+    for k, a in w.items():
+        module, _, leaf = k.rpartition(".")
+        if "switch_mlp" in k:
+            module = module.replace("switch_mlp", "experts.{}")
+            raw |= {f"{path}{module.format(e)}.{leaf}": a[e] for e in range(len(a))}
+        elif "embed_q" not in k and "unembed_out" not in k:
+            raw[path + k] = a
+    if "self_attn.embed_q.weight" in w:
+        rows = args.num_attention_heads * (args.qk_nope_head_dim + args.v_head_dim)
+        mx.random.seed(5)
+        raw[f"{path}self_attn.kv_b_proj.weight"] = mx.random.normal((rows, args.kv_lora_rank))
+    extra = {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}
+    extra |= {"shared_head.head": (config["vocab_size"], D)}
+    raw |= {
+        f"{path}{k}.weight": 0.1 * mx.random.normal(s) + (len(s) == 1) for k, s in extra.items()
+    }
+    head = load_head(write(tmp_path, raw, config))
+    more.load_weights(list(more.sanitize(dict(raw)).items()), strict=False)
+
+    def norm(x, part):
+        return mx.fast.rms_norm(x, raw[f"{path}{part}.weight"], args.rms_norm_eps)
+
+    def expected(embedded, hidden):
+        both = mx.concatenate([norm(embedded, "enorm"), norm(hidden, "hnorm")], axis=-1)
+        mask = nn.MultiHeadAttention.create_additive_causal_mask(T) == 0
+        x = both @ raw[f"{path}eh_proj.weight"].T
+        return norm(more.model.layers[L](x, mask, None), "shared_head.norm")
+
+    assert same(head, expected, D)
+
+
+def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="expected tensors mtp"):
+        MTPDraft(TINY_MOE)
+    write(tmp_path, {"a": mx.zeros(1)}, {"model_type": "gpt_oss", "num_hidden_layers": 2})
+    with pytest.raises(CheckpointError, match="gpt_oss is not known here: expected one of qwen3"):
+        MTPDraft(tmp_path)
+
+
+# The trained head
+
+HEAD = TINY_MOE.parent / "tiny-mtp"
+
+
+@once
+def trained(mode="fused", kernels="auto", slots=16):
+    return moelab.load(TINY_MOE, StreamConfig(mode=mode, kernels=kernels, slots=slots))[0]
+
+
+@once
+def texts(num, length=64):
+    """Held-out code and docstrings in turn."""
+    kinds = (heldout_prompts(TINY_MOE, kind, length) for kind in ("code", "prose"))
+    return [ids for both in zip(*(p[::10][: num // 2] for p in kinds)) for ids in both]
+
+
+def accepted(draft, n=1, tokens=48, num=4):
+    """The share of the first drafts that are accepted, while the text stays the target's own."""
+    model, rounds = trained(), []
+    for prompt in texts(num):
+        made = steps(model, prompt, draft, n, tokens)
+        assert [t for t, *_ in made] == plain(model, prompt, tokens)
+        rounds += dict.fromkeys(r for *_, r in made if r.drafted)
+    return np.mean([r.accepted > 0 for r in rounds])
+
+
+class WrongHead(MTPDraft):
+    """A head that is read with one mistake; none of them breaks a text."""
+
+    def __init__(self, fault):
+        super().__init__(HEAD)
+        self.fault, head = fault, self.model
+        if fault == "norms without their 1":
+            norms = {k: p - 1 for k, p in tree_flatten(head.parameters()) if "norm" in k}
+            head.update(tree_unflatten(list(norms.items())))
+
+    def bind(self, model, cache=None):
+        super().bind(model, cache)
+        if self.fault == "no final norm":
+            self._norm = lambda x: x
+
+    def extend(self, tokens, features):
+        super().extend(tokens, features)
+        if self.fault == "the token before":
+            self._hidden[-1] = mx.concatenate([mx.zeros((1, 256)), features])[:-1]
+
+    def _read(self, tokens, hidden):
+        embed = self._embed
+        if self.fault == "halves swapped":
+            states, hidden = hidden[None], embed(tokens)
+            self._embed = lambda _: states
+        try:
+            return super()._read(tokens, hidden)
+        finally:
+            self._embed = embed
+
+
+FAULTS = {"halves swapped": 0.1, "norms without their 1": 0.1, "no final norm": 0.1}
+
+
+def test_acceptance_tells_a_head_that_is_read_wrongly():
+    """No mistake changes the text, and each takes the acceptance away."""
+    right = accepted(MTPDraft(HEAD))
+    assert right > 0.6
+    for fault, most in {**FAULTS, "the token before": right / 2}.items():
+        assert accepted(WrongHead(fault)) < most, fault
+
+
+@pytest.mark.parametrize("mode, slots", [("resident", 16), ("fused", 16), ("stacked", 48)])
+@pytest.mark.parametrize("n", [1, 3, "auto"])
+def test_text_and_cache_are_as_without_guesses(mode, slots, n):
+    """The text is the target's, and the head's cache is as if all of it had been read at once."""
+    model, tokens = trained(mode, slots=slots), 24 if FAST else 100
+    for prompt in texts(2 if FAST else 6):
+        draft, own = MTPDraft(HEAD), make_prompt_cache(model)
+        cache = [*own, *draft.make_cache()]
+        made = [t for t, *_ in steps(model, prompt, draft, n, tokens, prompt_cache=cache)]
+        assert made == plain(model, prompt, tokens)
+        with Capture(model, draft.layer_ids) as seen:
+            model(mx.array([[*prompt, *made]]), cache=make_prompt_cache(model))
+        again = MTPDraft(HEAD)
+        again.bind(model)
+        again.extend(mx.array([*prompt, *made], mx.uint32), seen.features[0])
+        again.propose(0, 0, None)
+        largest = max(mx.abs(a).max().item() for c in again.cache for a in seen_in(c))
+        assert difference(cache[len(own) :], again.cache) < 1e-4 * largest
+
+
+def test_texts_in_turn_go_on_from_their_caches_in_another_thread():
+    model, draft, prompts = trained(), MTPDraft(HEAD), texts(2)
+    own = [make_prompt_cache(model) for _ in prompts]
+    drafted = [[*make_prompt_cache(model), *draft.make_cache()] for _ in prompts]
+    for given in (prompts, [[17, 5], [300]], [[9], [21, 4, 8]]):
+        for i, ids in enumerate(given):
+            with ThreadPoolExecutor(1) as thread:
+                run = thread.submit(steps, model, ids, draft, 3, 12, prompt_cache=drafted[i])
+            expected = plain(model, ids, 12, prompt_cache=own[i])
+            assert [t for t, *_ in run.result()] == expected
