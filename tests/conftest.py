@@ -22,10 +22,11 @@ SLOW = {
     "::test_fewer_experts_per_token": 3,
     # Each prefetcher and each policy stays, with one number of slots.
     "::test_the_same_logits_and_counters_that_add_up": "-16-lru|lookahead-8-lfu",
+    "::test_a_router_asked_early_changes_no_token": "16-cached|48-direct|8-direct-fused",
     # Each mode and the prefetcher stay, with MLX's kernels.
     "::test_threads_in_turn_and_at_once": "small reads-.*-mlx|reader threads-fused-mlx",
     # One setting of each way to read stays.
-    "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}",
+    "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}|cache-.*router",
     # Each draft stays: one resident with MLX's kernels, which take 5 times as long, one streamed.
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.

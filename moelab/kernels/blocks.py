@@ -334,6 +334,14 @@ class Experts(Block):
         gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 
+    def likely(self, x: Rows) -> tuple[np.ndarray, np.ndarray] | None:
+        """Experts ``[n, expects]`` and their probabilities for rows x; None if nobody asks."""
+        module, found = self["switch_mlp"], self.fits()
+        if found is None or not is_itself(module, experts.FastExperts) or not module.expects:
+            return None
+        (logits,) = x.multiply(found[0])
+        return rowwise.route(logits, module.expects, False)
+
     def route(self, x: Rows) -> np.ndarray | None:
         """The experts of each token ``[n, K]``; None if this way does not fit."""
         found = self.fits()

@@ -17,9 +17,15 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be on
 class FastExperts:
     """The experts of one layer; ``forward`` computes for rows of numpy what a call would."""
 
+    # How many experts of each token ``expect`` is told of before attention; 0: it is not called.
+    expects = 0
+
     def all_matrices(self) -> Projections | None:
         """The layer's projections; None if the kernels cannot compute a call now."""
         raise NotImplementedError
+
+    def expect(self, likely: np.ndarray, probability: np.ndarray) -> None:
+        """Take a hint: experts ``[n, expects]`` that a call may need soon, the likeliest first."""
 
     def arriving(self, x: Rows, routed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The parts of a call as they arrive: places among its n * K pairs, and their matrices."""

@@ -50,6 +50,10 @@ class Layer(Block):
             return None
         D = x.x.shape[-1]
         first, second = ((weight_of(norm, D), norm.eps) for norm in norms)
+        if is_itself(self["mlp"], Experts) and len(x.x) <= MOST_TOKENS:
+            likely = self["mlp"].likely(Rows(rowwise.rms_norm(x.x, *second)))
+            if likely is not None:
+                self["mlp"]["switch_mlp"].expect(*likely)
         normed = Rows(rowwise.rms_norm(x.x, *first))
         h = forward(self.mixer, normed, B, mask, cache)
         normed = Rows(rowwise.rms_norm(h, *second, add=x.x))
@@ -144,6 +148,11 @@ class Pass:
         D = before["weight"].size
         self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, D)
         first, self._last = team.Program(memory), team.Program(memory)
+        ahead = team.Program(memory)
+        with ahead.recording():  # the router before attention
+            normed = Rows(rowwise.rms_norm(self._x, weight_of(after, D), after.eps))
+            likely = mlp.likely(normed)
+        self._ahead = likely and (ahead, mlp["switch_mlp"], likely)
         with first.recording():
             normed = Rows(rowwise.rms_norm(self._x, weight_of(before, D), before.eps))
         kind = DeltaPass if isinstance(mixer, GatedDelta35) else AttentionPass
@@ -204,6 +213,10 @@ class Pass:
         if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
         self._x[:] = x.x
+        if self._ahead is not None:
+            program, module, likely = self._ahead
+            program.run()
+            module.expect(*likely)
         self._mixed.run(mask, cache)
         y = self._mlp.compute(Rows(self._normed), 1, self._routed, self._experts)
         team.put(self._y, y)

@@ -171,11 +171,12 @@ class StreamConfig:
     )
     prefetch: str = _option(
         "none",
-        "read early: none, or lookahead (the next router's experts)",
-        "lookahead gives this layer's hidden state to the next layer's router; oracle takes the "
-        "experts of a recorded trace.",
+        "read early: none, router (a layer's own, asked early) or lookahead (the next one)",
+        "router asks a layer's router before the layer's attention or recurrence, in a short call "
+        "of one text, where the fast kernels compute the whole layer; lookahead gives this layer's "
+        "hidden state to the next layer's router; oracle takes the experts of a recorded trace.",
         metavar="WHICH",
-        choices=("none", "lookahead", "oracle"),
+        choices=("none", "router", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt
         modes=SLOT_MODES,
         needs="slots to read into",

@@ -170,10 +170,21 @@ class Stacked(StreamedExperts, kernels.FastExperts):
     def forward(self, x, routed, placed=None):
         return self._in_call(super().forward, x, routed, placed)
 
+    @property
+    def expects(self):
+        return self.session.prefetcher.asks_early if self.session.prefetcher else 0
+
+    def expect(self, likely, probability):
+        if self.session.is_in_call:
+            guess = self.session.prefetcher.choose(self.index, likely, probability)
+            self.session.residency.prefetch(self.index, *guess)
+
     def arriving(self, x, routed):
         session, pairs = self.session, Pairs(routed)
         session.settle()
         self._count(routed)
+        if self.expects:
+            session.prefetcher.learn(self.index, {*pairs.of_expert})
         asked = self._ask(x)
         alone = len(session.residency.layers) == 1  # a guess would take this call's slots
         for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):

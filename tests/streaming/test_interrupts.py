@@ -26,6 +26,7 @@ from moelab.streaming.session import session_of
 FAST = os.environ.get("MOELAB_FAST") == "1"
 ENGINE = str(Path(streaming.__file__).parent)
 SLOTS = K + 1
+FIELDS = [{}, {"prefetch": "lookahead"}, {"prefetch": "router"}, {"policy": "lfu"}]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def assert_every_slot_is_there(model):
         assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
 
 
-@pytest.mark.parametrize("fields", [{}, {"prefetch": "lookahead"}, {"policy": "lfu"}], ids=str)
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("way", ["small reads", "reader threads", "past the page cache"])
 def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
@@ -93,6 +94,8 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
     if way == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
+    if fields.get("prefetch") == "router":
+        kernels = "auto"
     model, _ = load_model(
         path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, "reads": reads, **fields})
     )

@@ -6,6 +6,7 @@ import threading
 import time
 
 import families
+import mlx.core as mx
 import numpy as np
 import pytest
 from families import E, K
@@ -13,11 +14,13 @@ from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
 
 import moelab
 from moelab import kernels
 from moelab.kernels import modules
+from moelab.streaming import prefetch
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
 from moelab.streaming.residency.table import EVICTION, SlotTable
@@ -26,7 +29,7 @@ from moelab.streaming.session import session_of
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 SLOTS = 16
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
-PREFETCHERS = ("lookahead", "oracle")
+PREFETCHERS = ("lookahead", "oracle", *(["router"] if modules.available() else []))
 
 
 def decode(model, steps):
@@ -174,6 +177,62 @@ def test_reserved_slots(data, slots, policy):
                 table.release([reserved.pop(e)])
         taken = [*table.slot_of.values(), *table._free, *reserved.values()]
         assert sorted(taken) == list(range(slots))
+
+
+@needs_kernels
+@pytest.mark.parametrize("mode", ["stacked", "fused"])
+@pytest.mark.parametrize("reads", ["cached", "direct"])
+@pytest.mark.parametrize("slots", [8, 16, 48])
+def test_a_router_asked_early_changes_no_token(slots, reads, mode, want):
+    c = run("router", want, slots=slots, reads=reads, mode=mode)
+    assert c.prefetch_used > c.prefetch_wasted or slots == 48
+    if slots == SLOTS:
+        assert c.misses < want[2].misses
+
+
+@needs_kernels
+def test_a_router_asked_early_in_a_pass_of_several_tokens(want):
+    """A verify pass asks for all its tokens; the logits are those of the same pass without."""
+    tokens = mx.array([[*PROMPT, 7, 11, 13]])
+    found = []
+    for name in ("none", "router"):
+        config = moelab.StreamConfig(slots=48, prefetch=name)
+        with load_model(TINY_MOE, config)[0] as model:
+            cache = make_prompt_cache(model)
+            found.append([np.array(model(tokens[:, i : i + 4], cache=cache)) for i in (0, 4, 8)])
+            assert (moelab.stats(model).prefill.prefetch_used > 0) == (name == "router")
+    np.testing.assert_array_equal(*found)
+
+
+@needs_kernels
+def test_a_wrong_router_keeps_what_is_likely_and_reads_nothing_more(want, monkeypatch):
+    """Of the 2K likeliest none is evicted; a layer whose guesses are wrong stops reading."""
+    reserve, kept = SlotTable.reserve, []
+
+    def checked(self, experts, keep=()):
+        held = {*keep} & {*self.slot_of}
+        slots = reserve(self, experts, keep)
+        assert held <= {*self.slot_of}
+        kept.append(len(held))
+        return slots
+
+    def wrong(self, layer, needed):
+        learn(self, layer, set())
+
+    monkeypatch.setattr(SlotTable, "reserve", checked)
+    issued = run("router", want).prefetch_issued
+    assert any(kept)
+    learn = prefetch.Router.learn
+    monkeypatch.setattr(prefetch.Router, "learn", wrong)
+    assert 0 < run("router", want).prefetch_issued < issued / 2
+
+
+@pytest.mark.parametrize("name, kernels", [("qwen3_moe", "mlx"), ("gpt_oss", "auto")])
+def test_a_router_that_cannot_be_asked_early_is_refused(name, kernels, tmp_path):
+    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+    config = moelab.StreamConfig(slots=K + 1, prefetch="router", kernels=kernels)
+    with pytest.raises(ValueError, match="router': model.layers.*Use prefetch='lookahead' or"):
+        load_model(path, config)
 
 
 @needs_kernels

@@ -30,24 +30,31 @@ def as_read(
     later: list[list[int]],
     computed: Sequence[mx.array],
     read_on: Callable[[], None],
+    flying: dict[int, int],
 ) -> Iterator[Arrived]:
     """Hand over the held experts, the missing ones as their reads end, and then later waves.
 
-    ``computed`` has results that are not evaluated yet. Where reads go past the page cache and a
-    part is computed at once, a slot takes a later expert as soon as its own is computed. Else the
-    system reads ahead, and whole waves take less time. ``read_on`` is called after a part once the
-    reads of all experts have begun.
+    A prefetch still reads those of the held ones that are ``flying``. ``computed`` has results that
+    are not evaluated yet. Where reads go past the page cache and a part is computed at once, a slot
+    takes a later expert as soon as its own is computed. Else the system reads ahead, and whole
+    waves take less time. ``read_on`` is called after a part once the reads of all experts have
+    begun.
     """
     later, S = [e for wave in later for e in wave], layer.table.num_slots
     size = min(S, layer.part_size(S)) if layer.refills else S
-    ready, reading = held, deque()  # parts that are being read: expert to slot, and the reads
+    ready = {e: slot for e, slot in held.items() if e not in flying}
+    reading = deque()  # parts that are being read: expert to slot, and the reads
 
     def begin(misses):
         reading.extend((part, layer.begin(part)) for part in layer.parts(misses))
 
     begin(misses)
-    while ready or reading:
+    while ready or reading or flying:
         waits = not ready
+        for e, slot in [*flying.items()]:
+            if waits or layer.job.has_ended(e):
+                layer.land(e, flying.pop(e))
+                ready, waits = ready | {e: slot}, False
         while reading and (waits or all(read.done() for read in reading[0][1])):
             part, reads = reading.popleft()
             layer.finish(part, reads)

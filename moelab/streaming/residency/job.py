@@ -50,13 +50,13 @@ class Job:
 
     def wait(self) -> None:
         """Wait until every read has ended."""
-        while not all(map(self._has_ended, self.slots)):
+        while not all(map(self.has_ended, self.slots)):
             sleep(1e-4)
 
     def collect(
-        self, needed: Collection[int], everything: bool
+        self, awaited: Collection[int], everything: bool
     ) -> Iterator[tuple[int, float | None, float]]:
-        """Cancel the reads that have not begun, and wait for running ones: ``needed``, or all.
+        """Cancel the reads that have not begun, and wait for running ones: ``awaited``, or all.
 
         Yields each expert that is no longer on its way, the seconds of its read (None: it did not
         arrive) and the seconds waited for it here.
@@ -66,11 +66,16 @@ class Job:
                 e, _ = self._queued.popleft()
                 self._took_s[e] = None
         for e in [*self.slots]:
-            begin, late = perf_counter(), not self._has_ended(e)
-            if not late or everything or e in needed:
-                yield e, self._wait(e), perf_counter() - begin if late else 0.0
+            if everything or e in awaited or self.has_ended(e):
+                yield e, *self.land(e)
 
-    def _has_ended(self, e):
+    def land(self, e: int) -> tuple[float | None, float]:
+        """Wait for an expert's read; the seconds that it took (None: it failed) and of the wait."""
+        begin, late = perf_counter(), not self.has_ended(e)
+        return self._wait(e), perf_counter() - begin if late else 0.0
+
+    def has_ended(self, e: int) -> bool:
+        """Whether an expert's read has ended."""
         return self._flights[e].done() if self._flights else e in self._took_s
 
     def _wait(self, e):

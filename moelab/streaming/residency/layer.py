@@ -104,6 +104,9 @@ class LayerSlots:
 
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
+        if self.job is not None:
+            for e in self.job.slots:  # some may be in the table already, see ``collect_prefetched``
+                self.table.slot_of.pop(e, None)
         self.job = None
         if self.host is not None:
             self.host.forget()
@@ -175,24 +178,46 @@ class LayerSlots:
             return []
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
-    def collect_prefetched(self, needed: Collection[int]) -> None:
-        """Hold the experts that were read before this call, and count how many it needs."""
+    def collect_prefetched(self, needed: Collection[int], wait: bool = True) -> dict[int, int]:
+        """Hold the experts that were read before this call, and count how many it needs.
+
+        Without ``wait`` it returns the needed ones that are still being read, and their slots: call
+        ``land`` before using one. The table holds them already, so that none is evicted.
+        """
         if self.job is None:
-            return
-        crowded, c = not self.table.fits(needed, len(self.job.slots)), self._counting.now
-        for e, took_s, waited_s in self.job.collect(set(needed), crowded):
-            slot = self.job.slots.pop(e)
+            return {}
+        crowded = not self.table.fits({*needed, *self.job.slots})
+        for e, took_s, waited_s in self.job.collect(needed if wait else (), crowded):
+            slot = self.job.slots[e]
             if took_s is None:
                 self.table.release([slot])
-                continue
-            self.table.commit({e: slot})
-            if e in needed:
-                c.prefetch_used += 1
-                c.prefetch_late += waited_s > 0
-                c.prefetch_saved_s += max(0.0, took_s - waited_s)
-                c.wait_s += waited_s
             else:
-                c.prefetch_wasted += 1
+                self.table.commit({e: slot})
+                self._count_prefetched(e in needed, took_s, waited_s)
+            del self.job.slots[e]
         self._slot_of_all = None
+        flying = {e: slot for e, slot in self.job.slots.items() if e in needed}
+        self.table.commit(flying)
         if not self.job.slots:
             self.job = None
+        return flying
+
+    def land(self, e: int, slot: int) -> None:
+        """Wait for an expert that ``collect_prefetched`` found on its way."""
+        took_s, waited_s = self.job.land(e)
+        if took_s is None:  # the read failed: this one raises if it fails, too
+            self.finish({e: slot}, self.begin({e: slot}))
+        else:
+            self._count_prefetched(True, took_s, waited_s)
+        del self.job.slots[e]
+        if not self.job.slots:
+            self.job = None
+
+    def _count_prefetched(self, is_needed, took_s, waited_s):
+        c = self._counting.now
+        c.prefetch_used += is_needed
+        c.prefetch_wasted += not is_needed
+        if is_needed:
+            c.prefetch_late += waited_s > 0
+            c.prefetch_saved_s += max(0.0, took_s - waited_s)
+            c.wait_s += waited_s

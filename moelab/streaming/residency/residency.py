@@ -1,6 +1,6 @@
 """``Residency`` knows which experts of each layer are in memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -53,29 +53,34 @@ class Residency:
         """
         layer, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
         layer.report()
-        layer.collect_prefetched(needed)
-        self._look(i, needed, routed.size)
         fits = layer.table.fits(needed)
+        flies = fits and self._overlap and not layer.is_copied
+        flying = layer.collect_prefetched(needed, wait=not flies)
+        self._look(i, needed, routed.size)
         first, *later = [needed] if fits else layer.table.waves(needed)
         held, misses = layer.choose(first)
         if fits:
             if not misses:  # read some others: a layer with all experts need not wait for routing
                 layer.read(layer.table.choose(layer.unread()[: self._top_k])[1])
-            if not (misses and self._in_parts(layer, len(misses))):
+            if not flying and not (misses and self._in_parts(layer, len(misses))):
                 yield self._all(layer, held, misses, routed.size)
                 return
         call = layer, held, misses, later, computed
         if layer.is_copied:
             yield from as_copied(*call, x, self._handover.mailbox)
         else:
-            yield from as_read(*call, self._fill_next)
+            yield from as_read(*call, self._fill_next, flying)
 
-    def prefetch(self, i: int, experts: Iterable[int]) -> None:
-        """Begin to read experts that are not held, if they all fit and no prefetch is running."""
+    def prefetch(self, i: int, experts: Iterable[int], kept: Collection[int] = ()) -> None:
+        """Begin to read experts that are not held, if they all fit and no prefetch is running.
+
+        None of them is evicted, and none of those that are ``kept``.
+        """
         layer = self.layers[i]
+        layer.collect_prefetched(())  # what the last call did not need
         experts = layer.of_rank(experts)
         if layer.job is None and layer.table.fits(experts):
-            self._begin(layer, experts)
+            self._begin(layer, experts, kept)
 
     def expect(self, tokens: int) -> None:
         """Begin to read for a prompt of so many tokens, before its first layer is computed."""
@@ -217,11 +222,11 @@ class Residency:
             experts = layer.missing(range(layer.num_experts))
             self._begin(layer, experts[: layer.table.num_free])
 
-    def _begin(self, layer, experts):
+    def _begin(self, layer, experts, kept=()):
         """Begin to read those of the experts that are not held and for which there are slots."""
         if len(self.layers) == 1:  # else other layers' calls evaluated its readers
             mx.eval(self._handover.pending)
-        slots = layer.table.reserve(experts)
+        slots = layer.table.reserve(experts, kept)
         if not slots:
             return
         self._counting.now.prefetch_issued += len(slots)

@@ -81,9 +81,9 @@ class SlotTable:
         """Hold experts whose bytes have arrived in the slots that were chosen or reserved."""
         self.slot_of |= misses
 
-    def reserve(self, experts: list[int]) -> dict[int, int]:
-        """Choose slots for experts not held, as far as there are, and evict none of ``experts``."""
-        return self._take([e for e in experts if e not in self.slot_of], experts)
+    def reserve(self, experts: list[int], kept: Collection[int] = ()) -> dict[int, int]:
+        """Choose slots for experts not held, as far as there are; evict none of both kinds."""
+        return self._take([e for e in experts if e not in self.slot_of], {*experts, *kept})
 
     def release(self, slots: Iterable[int]) -> None:
         """Free slots that were chosen or reserved."""
