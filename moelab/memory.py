@@ -17,6 +17,9 @@ NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 has such a number in place of "max"
 # new page: a prompt of 400 tokens took 19% longer when arrays from 256 KB up had mappings, and 4%
 # longer when only those from 8 MB up had.
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
+# The most bytes of recurrent states that are kept for the positions of one verify pass; for more,
+# the recurrence is computed again.
+STATES_NBYTES = 256 * 2**20
 HALF = "at most half of a Mac's memory is filled, since one of 16 GB swapped with two thirds"
 
 

@@ -95,8 +95,8 @@ def stopped(*options):
 def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatch):
     """The draft is there before the model's slots are chosen; kept prompts have a limit."""
     draft, size = str(DATA / "models/tiny-dflash"), ("--prompt-cache-size", "3")
-    memory = ("--memory-nbytes", "205000000", "--decode-concurrency", "1")
-    config = moelab.StreamConfig(memory_nbytes=205_000_000, lazy_logits=True)
+    memory = ("--memory-nbytes", "222000000", "--decode-concurrency", "1")
+    config = moelab.StreamConfig(memory_nbytes=222_000_000, lazy_logits=True)
     plan = moelab.plan(MODEL, config)
     drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
     assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes
@@ -123,7 +123,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
         (["400000000"], range(6, 25), None),
         (["9000000000"], range(32, 41), 32),
         (["260000000", "--decode-concurrency", "3"], range(3, 4), 3),
-        (["205000000", "--kv-bits", "8"], range(40, 41), 32),  # one after another
+        (["222000000", "--kv-bits", "8"], range(40, 41), 32),  # one after another
     ],
 )
 def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):

@@ -26,6 +26,7 @@ WORDS = ("what", "part", "make", "notebook")  # of a header: a new record takes 
 CHECKPOINTS = {
     "tiny": "models/tiny-moe",
     "dflash": "models/tiny-dflash",
+    "mtp": "models/tiny-mtp",
     "code": "traces/code.npz",
     "tiny_packed": "repack {tiny}",
     "q35": "synthesize --like qwen3.5-35b-a3b --layers 4",

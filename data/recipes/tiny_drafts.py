@@ -1,4 +1,4 @@
-"""tiny-dflash and tiny-draft: a DFlash block draft and a small autoregressive draft for tiny-moe.
+"""Drafts for tiny-moe: tiny-dflash by blocks, tiny-draft by tokens, tiny-mtp from hidden states.
 
     pip install --no-deps --target build/drafts/site -r data/recipes/draft_packages.txt
     python data/recipes/tiny_drafts.py text build/drafts/site data/models/tiny-moe build/drafts
@@ -40,13 +40,21 @@ CONFIG = {
     "eos_token_id": TEXT_CONFIG["eos_token_id"],
 }
 # Decoder layers, target layers read (None: an autoregressive draft), and highest learning rate.
-DRAFTS = {"tiny-dflash": (4, [1, 2, 4, 5], 0.016), "tiny-draft": (3, None, 0.008)}
+DRAFTS = {
+    "tiny-dflash": (4, [1, 2, 4, 5], 0.016),
+    "tiny-draft": (3, None, 0.008),
+    "tiny-mtp": (1, None, 0.008),
+}
 NBYTES = 187_000_000  # of text
 
 
 def config_of(name):
     """Config of a draft as its ``config.json`` will have it."""
     depth, ids, _ = DRAFTS[name]
+    if name == "tiny-mtp":  # as mlx-community writes the heads of Qwen3.5
+        more = {"mtp_num_hidden_layers": depth, "mtp_use_dedicated_embeddings": False}
+        config = {"text_config": TEXT_CONFIG | more, "tie_word_embeddings": True}
+        return config | {"model_type": "qwen3_5_mtp", "block_size": 3}
     config = CONFIG | {"num_hidden_layers": depth}
     if ids is None:
         return config | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
@@ -96,26 +104,27 @@ def write_text(site, model_dir, out):
 
 
 def pack(trained, model_dir, out):
-    """Write ``tiny-dflash`` and ``tiny-draft``, which has the target's tokenizer and embedding."""
+    """Write the drafts that were trained; tiny-draft has the target's tokenizer and embedding."""
     import mlx.core as mx
     import mlx_lm
     from mlx_lm.models.qwen3 import Model, ModelArgs
     from mlx_lm.utils import quantize_model, save_config, save_model
 
-    dflash, draft = (out / name for name in DRAFTS)
-    dflash.mkdir(parents=True, exist_ok=True)
-    shutil.copy(trained / "tiny-dflash.safetensors", dflash / "model.safetensors")
-    (dflash / "config.json").write_text(json.dumps(config_of("tiny-dflash"), indent=2) + "\n")
-
+    if (trained / "tiny-mtp").exists():  # training itself put it on its 4-bit grid
+        shutil.copytree(trained / "tiny-mtp", out / "tiny-mtp", dirs_exist_ok=True)
+    if (weights := trained / "tiny-dflash.safetensors").exists():
+        (dflash := out / "tiny-dflash").mkdir(parents=True, exist_ok=True)
+        shutil.copy(weights, dflash / "model.safetensors")
+        (dflash / "config.json").write_text(json.dumps(config_of("tiny-dflash"), indent=2) + "\n")
+    if not (weights := trained / "tiny-draft.safetensors").exists():
+        return
+    draft = out / "tiny-draft"
     target, _ = mlx_lm.load(str(model_dir))
     e = target.language_model.model.embed_tokens
     embedding = mx.dequantize(e.weight, e.scales, e.biases, e.group_size, e.bits)
     config = config_of("tiny-draft")
-    model, weights = (
-        Model(ModelArgs.from_dict(config)),
-        mx.load(f"{trained}/tiny-draft.safetensors"),
-    )
-    weights = {f"model.{name}": w for name, w in weights.items()}
+    model = Model(ModelArgs.from_dict(config))
+    weights = {f"model.{name}": w for name, w in mx.load(str(weights)).items()}
     model.load_weights([*weights.items(), ("model.embed_tokens.weight", embedding)])
     model.set_dtype(mx.bfloat16)
     model, config = quantize_model(model, config, GROUP_SIZE, 8)

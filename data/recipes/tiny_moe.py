@@ -56,7 +56,7 @@ CONFIG = {
 }
 # Few weights with much influence get eight bits. mlx-lm's own predicate does so for the first two.
 EIGHT_BIT = ("mlp.gate", "shared_expert_gate", "embed_tokens", "in_proj_a", "in_proj_b")
-NOT_QUANTIZED = ("norm", "conv1d", "A_log", "dt_bias")
+NOT_QUANTIZED = ("norm", "norm_embedding", "norm_hidden", "conv1d", "A_log", "dt_bias")
 
 
 def bits_of(path):

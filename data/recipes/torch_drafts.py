@@ -1,9 +1,9 @@
-"""The drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, and how they are trained.
+"""The drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, a head for multi-token prediction.
 
-    python data/recipes/torch_drafts.py TEXT MODEL OUT [STEPS]
+    python data/recipes/torch_drafts.py TEXT MODEL OUT [STEPS [NAME...]]
 
-TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target. Parameters are named as in z-lab's
-files and in mlx-lm's.
+TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target; without a NAME all drafts are trained.
+Parameters are named as in z-lab's files, in mlx-lm's and in mlx-vlm's.
 
 B batch, T tokens, P prompt tokens, D hidden, A anchors, b block size, V vocabulary, n target
 layers that are read.
@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from tiny_drafts import BLOCK, DRAFTS, MASK_TOKEN, config_of
 from tiny_moe import TEXT_CONFIG
 from torch import nn
-from torch_qwen import MLP, Model, Writer, rotary_angles, rotate
-from torch_train import Optimizer, read
+from torch_qwen import MLP, DecoderLayer, Model, Writer, rotary_angles, rotate
+from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, read
 
 GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
 WARMUP = 50  # steps until the rate is at its highest
@@ -36,6 +36,7 @@ SAMPLED = 8  # every eighth text is sampled, at TEMPERATURE, the others are gree
 TEMPERATURE = 0.8
 AT_ONCE = 8192  # texts written side by side
 STEPS = 4000
+DEPTHS = [1.0, 0.8, 0.64, 0.512]  # weight of the loss of each draft in a row of tiny-mtp
 
 
 class Attention(nn.Module):
@@ -88,10 +89,6 @@ class Draft(nn.Module):
         self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.theta, self.dims = c["rope_theta"], c["head_dim"]
 
-    def compile(self):
-        for layer in self.layers:
-            layer.compile(dynamic=False)
-
     def run(self, x, positions, *inputs):
         """Hidden states of embedded tokens x [B, T, D], at the last of positions [B or 1, ...]."""
         angles = rotary_angles(positions, self.dims // 2, self.theta)[:, None]
@@ -137,6 +134,38 @@ class DFlash(Draft):
         return self.run(blocks.flatten(1, 2), positions, context, mask).view(blocks.shape)
 
 
+class MTP(nn.Module):
+    """Qwen3.5's head for multi-token prediction: a decoder layer of the target, after ``fc``."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = config["text_config"]
+        D, eps = c["hidden_size"], c["rms_norm_eps"]
+        self.pre_fc_norm_embedding = nn.RMSNorm(D, eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(D, eps)
+        self.fc = nn.Linear(2 * D, D, bias=False)
+        self.layers = nn.ModuleList([DecoderLayer(c, c["full_attention_interval"] - 1)])
+        self.norm = nn.RMSNorm(D, eps)
+
+    def start(self, target):
+        """Begin with the target's last layer, which has full attention, behind its own norm."""
+        self.layers[0].load_state_dict(target.layers[-1].state_dict())
+        nn.init.eye_(self.fc.weight.data[:, len(self.fc.weight) :])
+
+    def forward(self, x, hidden, chain=None):
+        """Hidden states [B, T, D] of embedded tokens x [B, T, D], and the balance loss.
+
+        ``hidden`` is the target's (after its norm) or the head's own, one position before x. The
+        lists of keys and values of a row of drafts are in ``chain``.
+        """
+        x = [self.pre_fc_norm_embedding(x), self.pre_fc_norm_hidden(hidden)]
+        x, balance = self.layers[0](self.fc(torch.cat(x, dim=-1)), chain=chain)
+        return self.norm(x), balance
+
+
+KINDS = {"tiny-dflash": DFlash, "tiny-draft": Decoder, "tiny-mtp": MTP}
+
+
 # Training
 
 
@@ -175,26 +204,45 @@ def distil_loss(hidden, target, embedding):
     return (soft + F.nll_loss(log_q, logits.argmax(-1), reduction="none")).mean() / 2
 
 
-def train(model, embedding, texts, buckets, steps, generator):
-    """Train both drafts side by side on the same batches; returns the drafts and the log.
+def mtp_loss(head, read, last, some, goal, embedding, distil):
+    """Loss of drafts in a row, which start everywhere; the tokens in between are the text's own.
+
+    ``read`` and ``last`` [B, T, D] are the embedded text and the target's hidden states, ``goal``
+    [N, D] the latter at the indices ``some``.
+    """
+    hidden, chain, total = last, [], 0
+    rows, columns = some
+    read = read.roll(-1, 1)  # token i + 1 beside hidden state i; nothing sees the last pair
+    for weight in DEPTHS:
+        out, balance = head(read, hidden, chain)
+        loss = distil(out[rows, columns - 1].flatten(0, 1), goal, embedding)
+        total = total + weight * (loss + BALANCE * balance)
+        hidden = torch.cat([last[:, :1], out[:, :-1]], dim=1)
+    return total / sum(DEPTHS)
+
+
+def train(model, embedding, texts, buckets, steps, generator, names):
+    """Train drafts side by side on the same batches; returns their optimizers and the log.
 
     A rate is constant after the warm-up, then falls to zero over the last 60% of the steps.
-    ``texts`` are those of each bucket.
+    ``texts`` are those of each bucket. tiny-mtp ends on the grid of its 4-bit file.
     """
     device, on_gpu = embedding.device, embedding.is_cuda
     blocks, distil = block_loss, distil_loss
     if on_gpu:
         blocks, distil = (torch.compile(f, dynamic=False) for f in (blocks, distil))
     drafts, optimizers = {}, {}
-    for name, (_, ids, rate) in DRAFTS.items():
-        kind = Decoder if ids is None else DFlash
-        drafts[name] = draft = kind(config_of(name)).to(device, embedding.dtype)
+    for name in names:
+        drafts[name] = draft = KINDS[name](config_of(name)).to(device, embedding.dtype)
         # The head is the target's own, and so is its scale.
         draft.norm.weight.data.copy_(model.language_model.model.norm.weight)
+        if isinstance(draft, MTP):
+            draft.start(model.language_model.model)
         if on_gpu:
-            draft.compile()
+            for layer in draft.layers:
+                layer.compile(dynamic=False)
         # The drafts have too many shapes to compile.
-        optimizers[name] = Optimizer(draft, rate, compiled=False)
+        optimizers[name] = Optimizer(draft, DRAFTS[name][2], compiled=False)
     ahead = torch.arange(BLOCK, device=device)
     weights = torch.exp(-ahead[:-1] / GAMMA)
     shares = torch.tensor([b["share"] for b in buckets])
@@ -218,7 +266,10 @@ def train(model, embedding, texts, buckets, steps, generator):
             goal = last[some].flatten(0, 1)
         losses = {}
         for name, draft in drafts.items():
-            if isinstance(draft, Decoder):
+            if isinstance(draft, MTP):
+                loss = mtp_loss(draft, read, last, some, goal, embedding, distil)
+                optimizers[name].quantized = step >= QUANTIZE_FROM * steps
+            elif isinstance(draft, Decoder):
                 loss = distil(draft(read)[some].flatten(0, 1), goal, embedding)
             else:
                 features = torch.cat([layers[i][0] for i in draft.ids], dim=-1)
@@ -233,10 +284,10 @@ def train(model, embedding, texts, buckets, steps, generator):
             line = {"step": step, "seconds": round(time.perf_counter() - clock, 1)}
             log.append(line | {name: round(loss.item(), 4) for name, loss in losses.items()})
             print(json.dumps(log[-1]), flush=True)
-    return drafts, log
+    return optimizers, log
 
 
-def main(data, model_dir, out, steps=STEPS):
+def main(data, model_dir, out, steps=STEPS, *names):
     """Write the text with the 4-bit target, dequantized, then train the drafts and save them."""
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
@@ -257,13 +308,17 @@ def main(data, model_dir, out, steps=STEPS):
     generator = torch.Generator().manual_seed(0)
     texts = write_texts(model, head, ids, buckets, generator)
     embedding = model.language_model.model.embed_tokens.weight
-    drafts, log = train(model, embedding, texts, buckets, int(steps), generator)
+    names = names or DRAFTS
+    optimizers, log = train(model, embedding, texts, buckets, int(steps), generator, names)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     report = {"torch": torch.__version__, "buckets": buckets, "log": log}
     (out / "training.json").write_text(json.dumps(report, indent=1))
-    for name, draft in drafts.items():
-        weights = {k: v.bfloat16().contiguous().cpu() for k, v in draft.state_dict().items()}
+    for name, optimizer in optimizers.items():
+        if KINDS[name] is MTP:
+            export(optimizer.masters, out / name, config_of(name))
+            continue
+        weights = {k: v.detach().bfloat16().cpu() for k, v in optimizer.params.items()}
         save_file(weights, out / f"{name}.safetensors", metadata={"format": "pt"})
 
 

@@ -115,6 +115,23 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(y.reshape(B, T, -1))
 
 
+def attend_chain(q, k, v, chain):
+    """Attention of one step of drafting in a row, with every position as an anchor at once.
+
+    Query i of step j (the first is 0) has the anchor i - j. It sees the first step's keys up to
+    the anchor, and of each later step s the key at i - j + s. ``chain`` has keys and values of the
+    steps before, and takes this one's. q is [B, H, T, Dh], k and v [B, Hk, T, Dh].
+    """
+    j, at = len(chain), torch.arange(q.shape[2], device=q.device)
+    anchor = at[:, None] - j
+    mask = torch.cat([at <= anchor, *(at == anchor + s for s in range(1, j + 1))], dim=1)
+    chain.append((k, v))
+    repeats = q.shape[1] // k.shape[1]
+    k, v = (torch.cat(t, dim=2).repeat_interleave(repeats, dim=1) for t in zip(*chain))
+    mask = mask if j else None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not j)
+
+
 class Attention(nn.Module):
     def __init__(self, c):
         super().__init__()
@@ -131,7 +148,7 @@ class Attention(nn.Module):
         self.half = int(self.dims * rope["partial_rotary_factor"]) // 2
         self.theta = rope["rope_theta"]
 
-    def forward(self, x, keys=None, values=None, position=None):
+    def forward(self, x, keys=None, values=None, position=None, chain=None):
         B, T, _ = x.shape
         q, gate = self.q_proj(x).view(B, T, self.heads, 2 * self.dims).chunk(2, dim=-1)
         k = self.k_proj(x).view(B, T, self.kv_heads, self.dims)
@@ -139,7 +156,9 @@ class Attention(nn.Module):
         positions = torch.arange(T, device=x.device) if position is None else position
         angles = rotary_angles(positions, self.half, self.theta)
         q, k = (rotate(y.transpose(1, 2), angles) for y in (self.q_norm(q), self.k_norm(k)))
-        if keys is None:
+        if chain is not None:
+            y = attend_chain(q, k, v, chain)
+        elif keys is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         else:
             keys.index_copy_(2, position, k)
@@ -246,9 +265,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.mlp = SparseMoeBlock(c)
 
-    def forward(self, x, *state):
+    def forward(self, x, *state, **chain):
         mixer = self.linear_attn if self.is_linear else self.self_attn
-        x = x + mixer(self.input_layernorm(x), *state)
+        x = x + mixer(self.input_layernorm(x), *state, **chain)
         y, balance = self.mlp(self.post_attention_layernorm(x))
         return x + y, balance
 

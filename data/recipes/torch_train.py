@@ -58,7 +58,7 @@ def packed(w, bits):
     return weight.to(torch.uint32), scale.bfloat16(), bias.bfloat16()
 
 
-def export(masters, out):
+def export(masters, out, config=CONFIG):
     """Write float32 weights, by mlx-lm's names, as a 4-bit checkpoint for ``mlx_lm.load``."""
     quantization = {"group_size": GROUP_SIZE, "bits": BITS, "mode": "affine"}
     tensors = {}
@@ -75,7 +75,7 @@ def export(masters, out):
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: t.contiguous().cpu() for name, t in tensors.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "mlx"})
-    config = CONFIG | {"quantization": quantization, "quantization_config": quantization}
+    config = config | {"quantization": quantization, "quantization_config": quantization}
     (out / "config.json").write_text(json.dumps(dict(sorted(config.items())), indent=4))
 
 

@@ -14,7 +14,7 @@ from ..speculation.dflash import DFlashDraft
 from ..speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
 from ..speculation.generate import speculative_generate
 from ..speculation.mtp import MTPDraft, is_head
-from ..speculation.policy import Policy
+from ..speculation.policy import MAX_DRAFTS, Policy
 from ..streaming.config import StreamConfig
 from ..streaming.facts import grown_nbytes
 from ..streaming.model import load
@@ -64,8 +64,11 @@ def read_zeros(draft: Draft, caches: list) -> None:
 
 def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
     """Reserve the draft's memory in its target's configuration, so that slots leave it free."""
+    if draft is None or not config.asks_for_slots:
+        return config
+    config = replace(config, verify_tokens=MAX_DRAFTS + 1)
     model = getattr(draft, "model", None)  # a lookup has no model and keeps only a text's tokens
-    if model is None or not config.asks_for_slots:
+    if model is None:
         return config
     caches = draft.make_cache()
     read_zeros(draft, caches)

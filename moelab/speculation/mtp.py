@@ -53,6 +53,7 @@ class Head:
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
+        self.__dict__["trunk"] = trunk  # not a further child; to look for it takes 0.3 ms
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():
             module.pop("lm_head", None)
@@ -72,7 +73,7 @@ class Head:
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: list) -> mx.array:
         """Hidden states ``[B, T, D]`` for the next tokens' embeddings and the hidden states."""
         both = self.norm_embedding(embedded), self.norm_hidden(hidden)
-        return _trunk(self)[1](self.fc(mx.concatenate(both, axis=-1)), cache)
+        return self.trunk(self.fc(mx.concatenate(both, axis=-1)), cache)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """The head's weights among those of the files, by the names of its parameters."""
@@ -164,7 +165,7 @@ def _stored(path: Path, config: dict) -> _Stored:
 
 
 def load_head(path_or_hf_repo: str | Path) -> nn.Module:
-    """Load the head of a checkpoint, or of a folder with a head alone; the weights are lazy.
+    """Load the head of a checkpoint, or of a folder with a head alone.
 
     A CheckpointError says what is missing or does not fit.
     """
@@ -189,6 +190,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         head, _ = load(path, lazy=True, model_config=changes, get_model_classes=classes)
         zeros = mx.zeros((1, 1, head.hidden_size))  # MLX raises if types or shapes do not fit
         head(zeros, zeros, make_prompt_cache(head))
+    mx.eval(head.parameters())  # another thread could not read what this one leaves lazy
     return head
 
 

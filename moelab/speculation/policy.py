@@ -6,6 +6,7 @@ from itertools import accumulate
 from operator import mul
 from statistics import median
 
+MAX_DRAFTS = 15  # in a round
 GAIN = 1.03  # times the undrafted speed that a number of drafts must promise
 # After so many rounds with drafts, so many tokens are timed without drafts: after the first number,
 # then after twice as many, up to the last. Tokens become faster while slots fill.
@@ -45,7 +46,7 @@ class Policy:
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
 
-    def __init__(self, max_draft_tokens: int = 15, risk: float = 0.015, horizon: int = 128):
+    def __init__(self, max_draft_tokens: int = MAX_DRAFTS, risk: float = 0.015, horizon: int = 128):
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon

@@ -22,11 +22,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, RotatingKVCache
 
+from ..memory import STATES_NBYTES
 from .recurrence import Tape, recorders, recording
 from .target import lock
 
 STRATEGIES = ("auto", "restore", "replay", "states")
-STATES_NBYTES = 256 * 2**20  # the most bytes of states that ``auto`` keeps for one pass
 
 
 class Rollback:

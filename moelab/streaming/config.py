@@ -113,6 +113,14 @@ class StreamConfig:
         bounds=(0, MOST_NBYTES),
         **FOR_AUTO,
     )
+    verify_tokens: int = _option(
+        1,
+        "for slots auto: the most tokens of a draft's verify pass (default: {default})",
+        "Recurrent states are kept for each of them until the pass has been judged.",
+        command=False,
+        bounds=(1, MAX_DIMENSION - 1),
+        **FOR_AUTO,
+    )
     top_k: int | None = _option(
         None,
         "experts per token; fewer than the checkpoint's are lossy",

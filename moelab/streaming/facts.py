@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
+from ..memory import STATES_NBYTES
 from .build import build_model
 from .config import StreamConfig
 from .handover import FEW_TOKENS
@@ -48,6 +49,7 @@ class ModelFacts:
     backbone_nbytes: int  # everything but the experts; of a table on disk, the rows in memory
     resident_nbytes: int  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int  # key-value caches and recurrent states of ``StreamConfig.context`` tokens
+    verify_nbytes: int  # recurrent states that ``StreamConfig.verify_tokens`` keep for a while
     token_nbytes: int  # to compute one token of a prompt
     token_logits_nbytes: int  # the part of it for logits, if all of a prompt's are computed
     logits_nbytes: int  # if not, the logits of few tokens, beside ``token_nbytes``
@@ -109,6 +111,8 @@ def facts_of(
         return model(tokens, cache=caches)
 
     logits = try_out(checkpoint, call)
+    states = sum(c.nbytes for c in leaves(caches) if isinstance(c, ArraysCache))
+    kept = min(config.verify_tokens * states, STATES_NBYTES) + states  # those before the pass too
     modules = dict(expert_modules(model))
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
@@ -152,6 +156,7 @@ def facts_of(
         + sum(m.hot_nbytes for m in model.modules() if isinstance(m, DiskEmbedding)),
         resident_nbytes=sum(every[name].nbytes for name in resident) if streams else 0,
         caches_nbytes=0 if logits is None else grown_nbytes(caches, config.context),
+        verify_nbytes=kept if config.verify_tokens > 1 else 0,
         token_nbytes=max(token, each),
         token_logits_nbytes=each,
         logits_nbytes=few,

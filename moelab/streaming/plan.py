@@ -167,7 +167,8 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
         process = GPU_NBYTES
     elif can_empty():  # reads past the page cache, on their way into slots
         process += min(BUFFER_NBYTES, E * max(facts.expert_nbytes))
-    fixed = process + facts.kept_nbytes + facts.caches_nbytes + config.reserved_nbytes
+    reserved = config.reserved_nbytes + facts.verify_nbytes
+    fixed = process + facts.kept_nbytes + facts.caches_nbytes + reserved
     tokens = _prompt_tokens(facts, memory, memory - fixed - least * slot, config.context)
     prompt = facts.arrays_nbytes(tokens)
     prompt += min(prompt // MORE_SHARE, MORE_NBYTES) if can_empty() else 0
@@ -176,7 +177,7 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
         f"caches of {config.context} tokens": facts.caches_nbytes,
         f"prompt by {tokens}": prompt,
         "process": process,
-        "reserved": config.reserved_nbytes,
+        "reserved": reserved,
     }
     listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
     left = f" ({_size(system)} more left to the system{why})" if system else ""

@@ -1,17 +1,27 @@
 """A model's own draft head: its equations against others' code, its cache, and whole texts."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache as once
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
+from drafting import FAST, plain, steps
 from families import build
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
+from recurrent import difference
+from recurrent import seen as seen_in
 
+import moelab
+from moelab import StreamConfig
 from moelab.checkpoint import CheckpointError, model_classes
+from moelab.lab.texts import heldout_prompts
 from moelab.speculation.mtp import NEXTN, MTPDraft, load_head
+from moelab.speculation.target import Capture
 
 TINY_MOE = Path(__file__).parents[2] / "data" / "models" / "tiny-moe"
 T = 9
@@ -133,3 +143,104 @@ def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
     write(tmp_path, {"a": mx.zeros(1)}, {"model_type": "gpt_oss", "num_hidden_layers": 2})
     with pytest.raises(CheckpointError, match="gpt_oss is not known here: expected one of qwen3"):
         MTPDraft(tmp_path)
+
+
+# The trained head
+
+HEAD = TINY_MOE.parent / "tiny-mtp"
+
+
+@once
+def trained(mode="fused", kernels="auto", slots=16):
+    return moelab.load(TINY_MOE, StreamConfig(mode=mode, kernels=kernels, slots=slots))[0]
+
+
+@once
+def texts(num, length=64):
+    """Held-out code and docstrings in turn."""
+    kinds = (heldout_prompts(TINY_MOE, kind, length) for kind in ("code", "prose"))
+    return [ids for both in zip(*(p[::10][: num // 2] for p in kinds)) for ids in both]
+
+
+def accepted(draft, n=1, tokens=48, num=4):
+    """The share of the first drafts that are accepted, while the text stays the target's own."""
+    model, rounds = trained(), []
+    for prompt in texts(num):
+        made = steps(model, prompt, draft, n, tokens)
+        assert [t for t, *_ in made] == plain(model, prompt, tokens)
+        rounds += dict.fromkeys(r for *_, r in made if r.drafted)
+    return np.mean([r.accepted > 0 for r in rounds])
+
+
+class WrongHead(MTPDraft):
+    """A head that is read with one mistake; none of them breaks a text."""
+
+    def __init__(self, fault):
+        super().__init__(HEAD)
+        self.fault, head = fault, self.model
+        if fault == "norms without their 1":
+            norms = {k: p - 1 for k, p in tree_flatten(head.parameters()) if "norm" in k}
+            head.update(tree_unflatten(list(norms.items())))
+
+    def bind(self, model, cache=None):
+        super().bind(model, cache)
+        if self.fault == "no final norm":
+            self._norm = lambda x: x
+
+    def extend(self, tokens, features):
+        super().extend(tokens, features)
+        if self.fault == "the token before":
+            self._hidden[-1] = mx.concatenate([mx.zeros((1, 256)), features])[:-1]
+
+    def _read(self, tokens, hidden):
+        embed = self._embed
+        if self.fault == "halves swapped":
+            states, hidden = hidden[None], embed(tokens)
+            self._embed = lambda _: states
+        try:
+            return super()._read(tokens, hidden)
+        finally:
+            self._embed = embed
+
+
+FAULTS = {"halves swapped": 0.1, "norms without their 1": 0.1, "no final norm": 0.1}
+
+
+def test_acceptance_tells_a_head_that_is_read_wrongly():
+    """No mistake changes the text, and each takes the acceptance away."""
+    right = accepted(MTPDraft(HEAD))
+    assert right > 0.6
+    for fault, most in {**FAULTS, "the token before": right / 2}.items():
+        assert accepted(WrongHead(fault)) < most, fault
+
+
+@pytest.mark.parametrize("mode, slots", [("resident", 16), ("fused", 16), ("stacked", 48)])
+@pytest.mark.parametrize("n", [1, 3, "auto"])
+def test_text_and_cache_are_as_without_guesses(mode, slots, n):
+    """The text is the target's, and the head's cache is as if all of it had been read at once."""
+    model, tokens = trained(mode, slots=slots), 24 if FAST else 100
+    for prompt in texts(2 if FAST else 6):
+        draft, own = MTPDraft(HEAD), make_prompt_cache(model)
+        cache = [*own, *draft.make_cache()]
+        made = [t for t, *_ in steps(model, prompt, draft, n, tokens, prompt_cache=cache)]
+        assert made == plain(model, prompt, tokens)
+        with Capture(model, draft.layer_ids) as seen:
+            model(mx.array([[*prompt, *made]]), cache=make_prompt_cache(model))
+        again = MTPDraft(HEAD)
+        again.bind(model)
+        again.extend(mx.array([*prompt, *made], mx.uint32), seen.features[0])
+        again.propose(0, 0, None)
+        largest = max(mx.abs(a).max().item() for c in again.cache for a in seen_in(c))
+        assert difference(cache[len(own) :], again.cache) < 1e-4 * largest
+
+
+def test_texts_in_turn_go_on_from_their_caches_in_another_thread():
+    model, draft, prompts = trained(), MTPDraft(HEAD), texts(2)
+    own = [make_prompt_cache(model) for _ in prompts]
+    drafted = [[*make_prompt_cache(model), *draft.make_cache()] for _ in prompts]
+    for given in (prompts, [[17, 5], [300]], [[9], [21, 4, 8]]):
+        for i, ids in enumerate(given):
+            with ThreadPoolExecutor(1) as thread:
+                run = thread.submit(steps, model, ids, draft, 3, 12, prompt_cache=drafted[i])
+            expected = plain(model, ids, 12, prompt_cache=own[i])
+            assert [t for t, *_ in run.result()] == expected
