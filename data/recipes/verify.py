@@ -5,8 +5,8 @@
 Each round reads the trace's text in a new order of the variants, 6 tokens and then 24 timed ones
 for each, in one process whose slots stay as they are. To load the model for each of them, as
 ``bench`` does, takes five times as long. A guess costs a pass of the target's lm_head, as an
-MTP head's does; its one layer (a fortieth of a token's arithmetic) and its 0.5 GB are left out. A policy sees
-one text that goes on in each of its turns.
+MTP head's does; its one layer (a fortieth of a token's arithmetic) and its 0.5 GB are left out. A
+policy sees one text that goes on in each of its turns.
 """
 
 import random
