@@ -4,14 +4,15 @@
 
 Each round reads the trace's text in a new order of the variants, 6 tokens and then 24 timed ones
 for each, in one process whose slots stay as they are. To load the model for each of them, as
-``bench`` does, takes nine tenths of the time. A guess costs a pass of the target's lm_head, as an
-MTP head's does; its one layer (3 ms of 270) and its 0.5 GB of memory are left out. A policy sees
-one text that goes on in each of its turns.
+``bench`` does, takes five times as long. A guess costs a pass of the target's lm_head, as an
+MTP head's does; its one layer (a fortieth of a token's arithmetic) and its 0.5 GB are left out. A
+policy sees one text that goes on in each of its turns.
 """
 
 import random
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
@@ -104,7 +105,12 @@ def rounds(path, trace, runs, seed):
 
 def main(out, path, trace, runs, limit_mb, seed="0"):
     path, limit = folder(path), int(limit_mb) * 1_000_000
-    settings = {"model": path.name, "tokens": TOKENS, "warmup_tokens": SETTLE, "feed": "code.npz"}
+    settings = {
+        "model": path.name,
+        "tokens": TOKENS,
+        "warmup_tokens": SETTLE,
+        "feed": Path(trace).name,
+    }
     running = records.Running("verify", settings | {"cache_state": "cold", "seed": int(seed)})
     oscache.drop_pages(path)
     arguments = str(path), trace, int(runs), int(seed)

@@ -145,15 +145,12 @@ def test_noise_does_not_break_the_bound():
 
 
 def test_tokens_that_become_faster_while_slots_fill_mislead_it_little():
-    """Old times of tokens make drafts look good. 40 layers in 8 GB: each position costs 0.6."""
-    speeds = []
+    """Old times of tokens make drafts look good; with 64 rounds between new ones it lost 7%."""
+    plain = sum((1 + 0.4 * np.exp(-i / 25)) * 1.05 for i in range(300))
     for seed in range(40):
-        world, policy = World(0.7, 0.6, 0.0, 0.085, noise=0.05, fixed=0.1, cold=0.4), Policy()
-        world.rng = np.random.default_rng(seed)
-        policy.begin(200)
-        plain = sum((1 + 0.4 * np.exp(-i / 25)) * 1.05 for i in range(200))
-        speeds.append(plain / world.run(policy.choose, 200, policy))
-    assert np.mean(speeds) > 0.985 and np.quantile(speeds, 0.1) > 0.97, sorted(speeds)[:5]
+        world, policy = World(0.6, 0.5, 0.0, 0.085, 0.05, 0.1, seed=seed, cold=0.4), Policy()
+        policy.begin(300)
+        assert plain / world.run(policy.choose, 300, policy) > 0.97
 
 
 def test_it_follows_the_text():
