@@ -7,7 +7,6 @@ state for a guess after that. Embedding and head are the target's.
 
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,7 +100,6 @@ class Head:
         return inherited({k: w for k, w in own.items() if k.startswith(path)}) | mine | norms
 
 
-@cache
 def _head_class(cls, stored):
     return type(cls.__name__, (Head, cls), {"__module__": cls.__module__, "stored": stored})
 
@@ -113,8 +111,6 @@ def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
 
 class _Stored(SimpleNamespace):
     """Where a head is: ``files``, ``prefix`` of its names, ``family``, and how it is stored."""
-
-    __hash__ = object.__hash__
 
     def shifts(self, name: str) -> bool:
         """Whether a norm of this name is stored less 1."""
@@ -197,12 +193,9 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
 class MTPDraft:
     """A model's own draft head, for ``moelab.speculative_generate``; see ``drafts.Draft``.
 
-    Args:
-        path_or_hf_repo (str | Path): The target's own checkpoint, if it has the head's tensors, or
-            a folder with the head alone.
-
-    The cache is the head's own, with an entry for each token but the first, and last the hidden
-    state ``[1, D]`` of the newest token that the target has read.
+    It is loaded from the target's own checkpoint, if that has the head's tensors, or from a folder
+    with the head alone. The cache is the head's own, with an entry for each token but the first,
+    and last the hidden state ``[1, D]`` of the newest token that the target has read.
     """
 
     layer_ids = (-1,)  # the target's last layer; its final norm is computed here

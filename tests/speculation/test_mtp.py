@@ -13,6 +13,7 @@ from drafting import FAST, plain, steps
 from families import build
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 from recurrent import difference
 from recurrent import seen as seen_in
 
@@ -224,6 +225,11 @@ def test_text_and_cache_are_as_without_guesses(mode, slots, n):
         cache = [*own, *draft.make_cache()]
         made = [t for t, *_ in steps(model, prompt, draft, n, tokens, prompt_cache=cache)]
         assert made == plain(model, prompt, tokens)
+        sampled = {"max_tokens": tokens, "sampler": make_sampler(0.6)}
+        mx.random.seed(7)
+        expected = plain(model, prompt, **sampled)
+        mx.random.seed(7)
+        assert [t for t, *_ in steps(model, prompt, MTPDraft(HEAD), n, **sampled)] == expected
         with Capture(model, draft.layer_ids) as seen:
             model(mx.array([[*prompt, *made]]), cache=make_prompt_cache(model))
         again = MTPDraft(HEAD)
