@@ -68,6 +68,8 @@ def serving(*options, **model):
     """A server of the command."""
     code, made = started(*options, **model)
     assert code == 0
-    with listening(*made) as url:
-        yield Here(url)
-    made[1].stop()
+    try:
+        with listening(*made) as url:
+            yield Here(url)
+    finally:  # its thread would keep the tests from ending
+        made[1].stop()
