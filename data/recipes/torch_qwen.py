@@ -118,9 +118,10 @@ class GatedDeltaNet(nn.Module):
 def attend_chain(q, k, v, chain):
     """Attention of one step of drafting in a row, with every position as an anchor at once.
 
-    Query i of step j (the first is 0) has the anchor i - j. It sees the first step's keys up to
-    the anchor, and of each later step s the key at i - j + s. ``chain`` has keys and values of the
-    steps before, and takes this one's. q is [B, H, T, Dh], k and v [B, Hk, T, Dh].
+    A chain of drafts that begins at position a (its anchor) has its step j (0, 1, ...) at a + j. A
+    query sees the keys of step 0 up to a, and one key of each later step s up to its own: that at
+    a + s. ``chain`` has keys and values of the steps before; this step's are added. q is
+    [B, H, T, Dh], k and v [B, Hk, T, Dh].
     """
     j, at = len(chain), torch.arange(q.shape[2], device=q.device)
     anchor = at[:, None] - j

@@ -14,7 +14,6 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
 
-from .. import kernels
 from ..checkpoint import (
     check_config,
     check_fork,
@@ -24,7 +23,7 @@ from ..checkpoint import (
     readable,
     shorten,
 )
-from .target import embedding_and_head, vocabulary
+from .target import compute_alike, embedding_and_head, vocabulary
 
 # While nothing is drafted, the features of so many tokens wait, and a draft reads so many at once.
 # All of a text of 4,000 would take 70 MB, and 150 more while the draft reads them.
@@ -168,11 +167,7 @@ class DFlashDraft:
                     f"draft: expected {expected}, as the target has, got {got}. A DFlash draft "
                     "serves only the target it was trained for."
                 )
-        self.model.set_dtype(probe.dtype)
-        if kernels.used(model) and not kernels.used(self.model):
-            kernels.use(self.model)
-        # Evaluate all arrays here: another thread may draft, in which MLX could not compute them.
-        mx.eval([list(module.values()) for module in self.model.modules()])
+        compute_alike(self.model, model, probe.dtype)
         self.cache = cache or self.make_cache()
         self._queue, self._num_queued = [], 0
 

@@ -15,7 +15,6 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache, trim_prompt_cache
 
-from .. import kernels
 from ..checkpoint import (
     CheckpointError,
     check_fork,
@@ -26,7 +25,7 @@ from ..checkpoint import (
 )
 from ..hooks import with_globals
 from .dflash import QUEUED_TOKENS
-from .target import embedding_and_head, vocabulary
+from .target import compute_alike, embedding_and_head, vocabulary
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms are stored less 1
@@ -39,6 +38,7 @@ PARTS = {
 }  # fmt: skip
 # A family's configuration of a model of one layer with full attention and experts.
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
+ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 # Norms that mtplx_mtp_quantization's files store less 1; it has added the 1 to the others.
 MTPLX = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
 
@@ -59,7 +59,7 @@ class Head:
         # Only GLM-4.7-Flash's head has an embedding of its own.
         own = trunk.embed_tokens if self.stored.has_embedding else None
         trunk.embed_tokens, self.embedding = nn.Identity(), own
-        trunk.ssm_idx = None  # the Qwen families' recurrent layer, of which a head has none
+        trunk.ssm_idx = None  # where Qwen's first recurrent layer is; a head has none
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.norm_embedding = nn.RMSNorm(D, trunk.norm.eps)
         self.norm_hidden = nn.RMSNorm(D, trunk.norm.eps)
@@ -96,12 +96,7 @@ class Head:
             elif name:
                 own[name] = w
         mine = {k: w for k, w in own.items() if not k.startswith(path)}
-        inherited = getattr(super(), "sanitize", lambda weights: weights)
-        return inherited({k: w for k, w in own.items() if k.startswith(path)}) | mine | norms
-
-
-def _head_class(cls, stored):
-    return type(cls.__name__, (Head, cls), {"__module__": cls.__module__, "stored": stored})
+        return super().sanitize({k: w for k, w in own.items() if k.startswith(path)}) | mine | norms
 
 
 def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
@@ -169,8 +164,9 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
     path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
     config = read_json(path / "config.json")
     stored = _stored(path, config)
-    one = {"mlp_only_layers": [], "decoder_sparse_step": 1, **ONE_LAYER}
-    changes = {"text_config": {**config["text_config"], **one}} if "text_config" in config else one
+    changes = dict(ONE_LAYER)
+    if "text_config" in config:
+        changes = {"text_config": config["text_config"] | ONE_LAYER}
     if "quantization" in config or "quantization_config" not in config:
         # mlx-lm infers it from the shapes; what config.json says of single modules has other names.
         said = config.get("quantization", {"group_size": 64, "bits": 4})
@@ -178,7 +174,8 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
 
     def classes(config):
         cls, args = model_classes({**config, "model_type": stored.family}, "mlx-lm")
-        return _head_class(cls, stored), args
+        names = {"__module__": cls.__module__, "stored": stored}
+        return type(cls.__name__, (Head, cls), names), args
 
     files = SimpleNamespace(glob=lambda pattern: list(map(str, stored.files)))
     load = with_globals(mlx_lm_utils.load_model, {"glob": files})
@@ -222,11 +219,7 @@ class MTPDraft:
                 )
         self._norm = _trunk(model)[1].norm
         self._embed = own or self._embed
-        self.model.set_dtype(probe.dtype)
-        if kernels.used(model) and not kernels.used(self.model):
-            kernels.use(self.model)
-        # Evaluate all arrays here: another thread may draft, in which MLX could not compute them.
-        mx.eval([list(module.values()) for module in self.model.modules()])
+        compute_alike(self.model, model, probe.dtype)
         self.cache = cache or self.make_cache()
         # What the head has not read: tokens, and hidden states of those before them. Between two
         # rounds there is a state more: that of the newest token, whose next one is not known.
@@ -234,7 +227,7 @@ class MTPDraft:
         self._guessed = 0  # entries of the cache that the target may refuse
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        if self._guessed > 1:  # the first entry has the target's own hidden state and stays
+        if self._guessed > 1:  # the first entry stays: it comes from the target's hidden state
             trim_prompt_cache(self.cache[:-1], self._guessed - 1)
         # The first token was read with the guesses, or no hidden state comes before it.
         self._tokens.append(tokens if self._hidden else tokens[1:])
@@ -251,13 +244,14 @@ class MTPDraft:
         hidden = mx.concatenate(self._hidden)
         T, out = tokens.size, None
         for i in range(0, T, QUEUED_TOKENS):
+            if i:
+                mx.eval([c.state for c in self.cache[:-1]])
             part = slice(i, min(i + QUEUED_TOKENS, T))
             out = self._read(tokens[part], self._norm(hidden[part]))
-            mx.eval([c.state for c in self.cache[:-1]])
         self._tokens, self._hidden = [], [] if n else [hidden[T:]]
         if not n:
             self.cache[-1][0] = hidden[T:]
-            mx.eval(self.cache[-1].state)
+            mx.eval([c.state for c in self.cache])
             return nothing
         while True:
             guesses.append(choose(self._head(out[None])[0]))

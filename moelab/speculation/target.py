@@ -7,6 +7,7 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import kernels
 from ..hooks import hooked
 
 PREFILL_STEP = 512  # prompt tokens in one pass, as in mlx-lm
@@ -51,6 +52,15 @@ def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
             f"found {len(embeddings)} and {len(heads)}. Use a draft that is a language model."
         )
     return embeddings[0], heads[0] if heads else embeddings[0].as_linear
+
+
+def compute_alike(draft: nn.Module, model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give a draft's network its target's number type and, for good, its fast kernels."""
+    draft.set_dtype(dtype)
+    if kernels.used(model) and not kernels.used(draft):
+        kernels.use(draft)
+    # Evaluate all arrays here: another thread may draft, in which MLX could not compute them.
+    mx.eval([list(module.values()) for module in draft.modules()])
 
 
 class Capture:
