@@ -22,14 +22,13 @@ from moelab import StreamConfig, load
 from moelab.lab import oscache, records
 from moelab.lab.decode import OracleDraft, decode_drafted
 from moelab.lab.models import folder
-from moelab.speculation.policy import Policy
+from moelab.speculation.policy import MAX_DRAFTS, Policy
 from moelab.speculation.target import embedding_and_head
 from moelab.streaming.session import session_of
 from moelab.streaming.trace import Trace
 
 SHARES, LENGTHS = (0.5, 0.7, 0.9), (1, 2, 3, "auto")
 PROMPT, FILL, SETTLE, TOKENS = 16, 48, 6, 24  # FILL: tokens that fill the slots of a new process
-RESERVED = 250_000_000  # bytes: of a hybrid's states before and during a verify pass
 STEP = 97  # a round's text begins so many tokens after the one before
 
 
@@ -74,7 +73,7 @@ class Reading:
 def rounds(path, trace, runs, seed):
     """The rows of so many rounds, in this process."""
     text, order = Trace.load(trace).tokens.tolist(), random.Random(seed)
-    model, _ = load(path, StreamConfig(slots="auto", context=512, reserved_nbytes=RESERVED))
+    model, _ = load(path, StreamConfig(slots="auto", context=512, verify_tokens=MAX_DRAFTS + 1))
     policies = {share: OneText() for share in SHARES}
     variants = [("none", 0.0, 0)]
     variants += [(f"{share:g}, {n} drafts", share, n) for share in SHARES for n in LENGTHS[:-1]]

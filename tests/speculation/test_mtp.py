@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache as once
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from drafting import FAST, plain, steps
 from families import build
+from interrupts import Interrupt
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -18,7 +20,7 @@ from recurrent import difference
 from recurrent import seen as seen_in
 
 import moelab
-from moelab import StreamConfig
+from moelab import StreamConfig, speculation
 from moelab.checkpoint import CheckpointError, model_classes
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.mtp import NEXTN, MTPDraft, load_head
@@ -246,6 +248,21 @@ def test_text_and_cache_are_as_without_guesses(mode, slots, n):
         again.propose(0, 0, None)
         largest = max(mx.abs(a).max().item() for c in again.cache for a in seen_in(c))
         assert difference(cache[len(own) :], again.cache) < 1e-4 * largest
+
+
+def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
+    """Before every line of speculation that a prompt and its rounds run through."""
+    model, draft, prompt = trained(), MTPDraft(HEAD), texts(2, 8)[0]
+    wanted, n = plain(model, prompt, 5), 1
+    while True:
+        with Interrupt(n, speculation) as interrupt, suppress(KeyboardInterrupt):
+            list(steps(model, prompt, draft, 3, 5))
+        if interrupt.where is None and interrupt.left > 0:
+            break
+        made = [t for t, *_ in steps(model, prompt, draft, 3, 5)]
+        assert made == wanted, interrupt.where
+        n += 97 if FAST else 1
+    assert n > 300
 
 
 def test_texts_in_turn_go_on_from_their_caches_in_another_thread():

@@ -1,6 +1,7 @@
 """The policy in simulated worlds of known costs and acceptance: its bound on losses, and gains."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -149,11 +150,28 @@ def test_tokens_that_become_faster_while_slots_fill_mislead_it_little():
 
     When it timed tokens after every 64 rounds only, it lost 7%.
     """
-    plain = sum((1 + 0.4 * np.exp(-i / 25)) * 1.05 for i in range(300))
+    plain, speeds = sum((1 + 0.4 * np.exp(-i / 25)) * 1.05 for i in range(300)), []
     for seed in range(40):
         world, policy = World(0.6, 0.5, 0.0, 0.085, 0.05, 0.1, seed=seed, cold=0.4), Policy()
         policy.begin(300)
-        assert plain / world.run(policy.choose, 300, policy) > 0.97
+        speeds.append(plain / world.run(policy.choose, 300, policy))
+    assert np.quantile(speeds, 0.05) > 0.97 and min(speeds) > 0.95
+
+
+class FullDepth(World):
+    """Passes of 1 to 4 positions through 40 layers of 35B-A3B's shapes in 8 GB, as measured."""
+
+    def verify_s(self, m):
+        return np.interp(m, (1, 2, 3, 4, 8), (1, 1.675, 2.2, 2.65, 4.05))
+
+
+def test_it_finds_that_each_further_position_costs_less():
+    speeds = []
+    for seed in range(20):
+        world, policy = FullDepth(0.9, 0, 0, 0.065, noise=0.1, seed=seed), Policy()
+        policy.begin(900)
+        speeds.append(900 * 1.1 / world.run(policy.choose, 900, policy))
+    assert np.median(speeds) > 1.12
 
 
 def test_it_follows_the_text():
@@ -194,20 +212,20 @@ def test_kernels_are_compiled_once():
     assert len(compiled) <= 5
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_bad_beginning_makes_drafts_shorter_and_not_rare(seed):
-    world, policy, made = World(0.0, 0.1, 0.1, 0.05, seed=seed), Policy(), []
-    policy.begin(256)
-
-    def choose(missed):
+def test_a_bad_beginning_makes_drafts_shorter_and_not_rare():
+    def choose(world, policy, made, missed):
         made.append(policy.choose(missed))
         if made.count(0) < len(made) - 4:  # four rounds have failed
             world.accept = 0.9
         return made[-1]
 
-    speed = 256 / world.run(choose, 256, policy)
-    tried = [n for n in made if n]
-    assert speed > 1.1 and len(tried) > 20, (tried, speed)
+    speeds, tried = [], []
+    for seed in range(20):
+        world, policy, made = World(0.0, 0.1, 0.1, 0.05, seed=seed), Policy(), []
+        policy.begin(256)
+        speeds.append(256 / world.run(partial(choose, world, policy, made), 256, policy))
+        tried.append(sum(map(bool, made)))
+    assert np.quantile(speeds, 0.1) > 1.1 and np.median(tried) > 15, (speeds, tried)
 
 
 def test_few_numbers_of_positions():

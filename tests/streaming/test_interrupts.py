@@ -1,11 +1,6 @@
 """After an interrupt at any line of the engine the model still answers and no slot is lost."""
 
-import dis
-import functools
-import itertools
 import os
-import sys
-from pathlib import Path
 
 import families
 import mlx.core as mx
@@ -14,6 +9,7 @@ import pytest
 from families import K
 from faults import read_in_threads
 from greedy import greedy_logits
+from interrupts import Interrupt
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -24,7 +20,6 @@ from moelab.streaming.residency.table import SlotTable
 from moelab.streaming.session import session_of
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
-ENGINE = str(Path(streaming.__file__).parent)
 SLOTS = K + 1
 FIELDS = [{}, {"prefetch": "lookahead"}, {"prefetch": "router"}, {"policy": "lfu"}]
 
@@ -39,42 +34,6 @@ def path(tmp_path_factory):
 def answer(model):
     """Logits of a prompt that is computed in waves, and of four tokens after it."""
     return greedy_logits(model, [5, 36, 67, 2, 33, 64, 95], 4)
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt in this thread before the n-th line of the engine that runs."""
-
-    def __init__(self, n):
-        self.left, self.where = n, None
-
-    def __enter__(self):
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *error):
-        sys.settrace(None)
-
-    def _enter(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
-
-    def _line(self, frame, event, arg):
-        if event == "line" and not _leaves_a_with(frame):
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._line
-
-
-def _leaves_a_with(frame):
-    """CPython handles no signal between the body of a ``with`` and its exit (three times None)."""
-    return [i.argval for i in _instructions(frame.f_code, frame.f_lasti)] == [None] * 3
-
-
-@functools.cache
-def _instructions(code, at):
-    following = (i for i in dis.get_instructions(code) if i.offset >= at)
-    return [i for i in itertools.islice(following, 3) if i.opname == "LOAD_CONST"]
 
 
 def assert_every_slot_is_there(model):
@@ -103,7 +62,7 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
         want = answer(model)
         n, placed = 1, 0
         while True:
-            with Interrupt(n) as interrupt:
+            with Interrupt(n, streaming) as interrupt:
                 try:
                     cache = make_prompt_cache(model)
                     mx.eval(model(mx.array([prompt]), cache=cache))
@@ -126,7 +85,7 @@ def test_a_table_is_whole_again_after_any_line():
     for n in range(1, 60):
         table = SlotTable(3)
         table.commit(table.choose([0, 1, 2])[1])
-        with Interrupt(n):
+        with Interrupt(n, streaming):
             try:
                 table.commit(table.choose([1, 5])[1])
                 table.release(table.reserve([6, 7]).values())
