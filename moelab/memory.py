@@ -3,7 +3,10 @@
 import ctypes
 import sys
 from collections.abc import Iterator
+from math import exp, log
 from pathlib import Path
+from statistics import NormalDist
+from typing import NamedTuple
 
 import mlx.core as mx
 import psutil
@@ -20,13 +23,58 @@ MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 # The most bytes of recurrent states that are kept for the positions of one verify pass; for more,
 # the recurrence is computed again.
 STATES_NBYTES = 256 * 2**20
-HALF = "at most half of a Mac's memory is filled, since one of 16 GB swapped with two thirds"
+# What macOS and other programs need of a Mac's memory is taken as lognormal: its median on 16 GiB,
+# the power of the memory with which it grows, its spread. Sources on the side ``fit`` of
+# data/published.csv bound it. Of 16 GiB engines swapped with 3.4 and 5.8 GB left (Godwit, qwisp),
+# not with 7.3 (Godwit). Of 48 one compressed with 17 to 24 left (colibri), another did not with 18
+# (flash-moe). What macOS withholds from a GPU grows with that power: 4.5 GB of 16, 22 of 128.
+NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
+# On a Mac that swaps a token takes so many times as long: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
+CLIFF = 6
+# A few slots more gain 3%, every expert in a slot at least half: so often a Mac may swap for it.
+# A model that fits with K slots alone is not refused until a Mac swaps more often than not.
+SOME_RISK, EVERY_RISK, LEAST_RISK = 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
+# The share of a Mac's memory that its GPU may have, up to a size of the memory.
+GPU_SHARES = ((37 << 30, 2 / 3), (float("inf"), 3 / 4))
 
 
-def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> float:
-    """Bytes of a machine's memory that a plan may fill (``is_mac``: None for this machine)."""
+class Most(NamedTuple):
+    """Bytes that a plan may fill: with some experts in slots, with every one, with K of a layer."""
+
+    some: float
+    every: float
+    least: float
+
+
+def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
+    """What a plan may fill of a machine's memory (``is_mac``: None for this machine)."""
     is_mac = sys.platform == "darwin" if is_mac is None else is_mac
-    return ram_nbytes / 2 if is_mac else float("inf")
+    risks = (SOME_RISK, EVERY_RISK, LEAST_RISK)
+    need = NormalDist(_log_need(ram_nbytes), NEED_SPREAD)
+    return Most(*(ram_nbytes - exp(need.inv_cdf(1 - r)) if is_mac else float("inf") for r in risks))
+
+
+def swap_risk(ram_nbytes: float, filled_nbytes: float) -> float:
+    """How probably a Mac swaps that is filled so far."""
+    left = max(1.0, ram_nbytes - filled_nbytes)
+    return 1 - NormalDist(_log_need(ram_nbytes), NEED_SPREAD).cdf(log(left))
+
+
+def why_left(ram_nbytes: float, filled_nbytes: float) -> str:
+    """Say why a Mac's memory is not filled further."""
+    return (
+        f"so filled {swap_risk(ram_nbytes, filled_nbytes):.1%} of such Macs swap, as others' "
+        f"published speeds suggest, and a token then takes some {CLIFF} times as long"
+    )
+
+
+def gpu_limit(ram_nbytes: float) -> float:
+    """The bytes of a Mac's memory that macOS lets its GPU have, at the least."""
+    return next(share for most, share in GPU_SHARES if ram_nbytes <= most) * ram_nbytes
+
+
+def _log_need(ram_nbytes):
+    return log(NEED_NBYTES * (ram_nbytes / (16 << 30)) ** NEED_GROWTH)
 
 
 def _cgroups() -> Iterator[tuple[Path, int]]:

@@ -7,7 +7,6 @@ says what its tokens cost. Both are replayed with the slots that ``moelab.plan``
 
 import argparse
 import math
-import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,13 +18,13 @@ import psutil
 from ... import synthesize
 from ...commands.argument_types import between, not_empty, positive
 from ...configs import CONFIGS
-from ...memory import HALF, most_for_a_model
+from ...memory import gpu_limit, most_for_a_model, why_left
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.config import StreamConfig
-from ...streaming.plan import memory_for_a_model
+from ...streaming.plan import DoesNotFit, memory_for_a_model
 from ...streaming.plan import plan as choose_slots
 from ..machine import card
 from ..models import folder, named_sizes
@@ -126,19 +125,19 @@ class Forecast:
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 5e-5}
         if "SSD" in parts:
             parts["SSD"] += f" ({_gb(self.advice.chosen.read_per_token)})"
+        filled = sizes.other_nbytes + slots * sizes.slot_nbytes
         most = sizes.fits(machine.model_nbytes)
         held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
         held += ", the others are read from the SSD" if slots < sizes.E else ""
         if slots < most:
             held += f"; {most} would fit, but the page cache makes as good use of the memory"
-        elif machine.is_mac and slots < sizes.E:
-            held += f"; {HALF}"
         rows = {
             self.name: f"{_gb(sizes.checkpoint_nbytes)}, of which a token needs "
             f"{_gb(sizes.active_nbytes)}",
             "in memory": held,
             "beside them": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
             "4,096 tokens and the program",
+            **(_left_free(machine, filled) if machine.is_mac else {}),
             "speed": f"{rough(speed)} tok/s; expect {range_text(speed, self.spread)}: {self.near}",
             "a token": f"{rough(1e3 / speed)} ms: " + ", ".join(map(" ".join, parts.items())),
             "most of it": self.binds,
@@ -159,14 +158,11 @@ def forecast(
 ) -> Forecast:
     """Forecast a published model on a machine (None: its own top-k, ``moelab.plan``'s slots)."""
     try:
-        sizes = named_sizes(name, machine.model_nbytes, bits, top_k)
-    except ValueError as error:
-        needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
-        if not needs:
-            raise
+        sizes = named_sizes(name, machine.most, bits, top_k)
+    except DoesNotFit as error:
         raise ValueError(
-            f"{name} does not fit: it needs {needs[1]} of memory, and of a machine's "
-            f"{_gb(machine.ram_nbytes)} a plan gives it {_gb(machine.model_nbytes)}. Take more "
+            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and of a machine's "
+            f"{_gb(machine.ram_nbytes)} a plan gives it {_gb(machine.most.least)}. Take more "
             "memory or a smaller model."
         ) from error
     slots = slots or sizes.slots
@@ -270,7 +266,7 @@ def _machine(ram, ssd, chip, cores):
     if (chip or cores) and not (ram and ssd):
         raise ValueError("plan: a chip or cores are another machine's: give its ram and ssd, too.")
     if chip:
-        return Machine.mac(ram * 1e9, ssd * 1e9, CHIPS[chip] * 1e9)
+        return Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)  # as a Mac's GB are counted
     if cores:
         return Machine.cpu(ram * 1e9, ssd * 1e9, cores)
     machine = this_machine()
@@ -282,7 +278,7 @@ def _machine(ram, ssd, chip, cores):
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
-    memory = ram and int(min(ram - taken_of(ram), most_for_a_model(ram)))
+    memory = ram and int(min(ram - taken_of(ram), most_for_a_model(ram).some))
     # Too little memory is refused here, before anything is measured.
     chosen = choose_slots(path, StreamConfig(lazy_logits=True), memory_nbytes=memory)
     sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
@@ -313,7 +309,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=between(1),
         metavar="GB",
         help="the machine's memory, of which the system keeps a quarter, at most 4 GB; of a "
-        "Mac's a model gets at most half (default: what is available)",
+        "Mac's the plan says how much is left free (default: what is available)",
     )
     parser.add_argument(
         "--ssd", type=between(0.01), metavar="GB/s", help="the SSD's rate (default: measured)"
@@ -350,6 +346,19 @@ def run(args: argparse.Namespace) -> None:
             "folder is measured on this machine"
         )
     print(of_folder(folder(args.model), args.ram, args.prompt))
+
+
+def _left_free(machine, filled):
+    """What is left of a Mac's memory and why, and the limit of its GPU that goes with a plan."""
+    ram, limit = machine.ram_nbytes, gpu_limit(machine.ram_nbytes)
+    own = f"sudo sysctl iogpu.wired_limit_mb={int(filled * 1.05) >> 20}"
+    wired = f"the GPU may have {_gb(limit)} of it, enough: iogpu.wired_limit_mb stays as it is"
+    if filled > limit:
+        wired = (
+            f"the GPU may have {_gb(limit)} of it, too little: `{own}` allows more until the next "
+            "start, which is your own decision"
+        )
+    return {"left free": f"{_gb(ram - filled)}: {why_left(ram, filled)}", "GPU": wired}
 
 
 def _gb(nbytes):
