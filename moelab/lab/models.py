@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ..configs import CONFIGS
+from ..configs import CONFIGS, one_of
 from ..memory import Most
 from ..replay.sizes import ModelSizes
 from ..streaming.config import MOST_NBYTES, StreamConfig
@@ -25,7 +25,7 @@ def named_sizes(
     ``most`` is what a plan may fill (None: no limit).
     """
     config = replace(CONFIG, memory_nbytes=MOST_NBYTES)
-    sizes = ModelSizes.planned(plan_of(_facts(name, bits), config, most=most))
+    sizes = ModelSizes.planned(plan_of(_facts(one_of(CONFIGS, name), bits), config, most=most))
     return replace(sizes, K=top_k or sizes.K)
 
 
