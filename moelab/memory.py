@@ -34,8 +34,6 @@ CLIFF = 6
 # A few slots more gain 3%, every expert in a slot at least half: so often a Mac may swap for it.
 # A model that fits with K slots alone is not refused until a Mac swaps more often than not.
 SOME_RISK, EVERY_RISK, LEAST_RISK = 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
-# The share of a Mac's memory that its GPU may have, up to a size of the memory.
-GPU_SHARES = ((37 << 30, 2 / 3), (float("inf"), 3 / 4))
 
 
 class Most(NamedTuple):
@@ -49,32 +47,34 @@ class Most(NamedTuple):
 def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
     """What a plan may fill of a machine's memory (``is_mac``: None for this machine)."""
     is_mac = sys.platform == "darwin" if is_mac is None else is_mac
-    risks = (SOME_RISK, EVERY_RISK, LEAST_RISK)
-    need = NormalDist(_log_need(ram_nbytes), NEED_SPREAD)
-    return Most(*(ram_nbytes - exp(need.inv_cdf(1 - r)) if is_mac else float("inf") for r in risks))
+    if not is_mac:
+        return Most(*3 * (float("inf"),))
+    risks = SOME_RISK, EVERY_RISK, LEAST_RISK
+    return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in risks))
 
 
 def swap_risk(ram_nbytes: float, filled_nbytes: float) -> float:
     """How probably a Mac swaps that is filled so far."""
-    left = max(1.0, ram_nbytes - filled_nbytes)
-    return 1 - NormalDist(_log_need(ram_nbytes), NEED_SPREAD).cdf(log(left))
+    return 1 - _log_need(ram_nbytes).cdf(log(max(1.0, ram_nbytes - filled_nbytes)))
 
 
 def why_left(ram_nbytes: float, filled_nbytes: float) -> str:
     """Say why a Mac's memory is not filled further."""
     return (
-        f"so filled {swap_risk(ram_nbytes, filled_nbytes):.1%} of such Macs swap, as others' "
-        f"published speeds suggest, and a token then takes some {CLIFF} times as long"
+        f"fuller it may swap to its SSD, and a token then takes some {CLIFF} times as long; "
+        f"so filled, {swap_risk(ram_nbytes, filled_nbytes):.1%} of such Macs would, as others' "
+        "published speeds suggest"
     )
 
 
 def gpu_limit(ram_nbytes: float) -> float:
-    """The bytes of a Mac's memory that macOS lets its GPU have, at the least."""
-    return next(share for most, share in GPU_SHARES if ram_nbytes <= most) * ram_nbytes
+    """The bytes of a Mac's memory that macOS, by its version, lets the GPU have at the least."""
+    return ram_nbytes * (2 / 3 if ram_nbytes < 37 << 30 else 3 / 4)
 
 
 def _log_need(ram_nbytes):
-    return log(NEED_NBYTES * (ram_nbytes / (16 << 30)) ** NEED_GROWTH)
+    need = NEED_NBYTES * (ram_nbytes / (16 << 30)) ** NEED_GROWTH
+    return NormalDist(log(need), NEED_SPREAD)
 
 
 def _cgroups() -> Iterator[tuple[Path, int]]:

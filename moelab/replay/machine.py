@@ -11,7 +11,7 @@ from math import inf, isnan, nan
 
 import numpy as np
 
-from ..memory import CLIFF, Most, gpu_limit, most_for_a_model, swap_risk
+from ..memory import CLIFF, Most, gpu_limit, most_for_a_model
 from ..streaming.trace import Trace
 from .costs import Costs
 from .locality import Locality, synthesize
@@ -116,20 +116,13 @@ class Machine:
     @property
     def most(self) -> Most:
         """What a plan may fill of the memory."""
+        limit = gpu_limit(self.ram_nbytes) if self.is_mac else self.memory_nbytes
         found = most_for_a_model(self.ram_nbytes, self.is_mac)
-        return Most(*(min(self.memory_nbytes, nbytes) for nbytes in found))
-
-    @property
-    def model_nbytes(self) -> float:
-        """Bytes that a model with some experts in slots may take."""
-        return self.most.some
+        return Most(*(min(self.memory_nbytes, limit, nbytes) for nbytes in found))
 
     def swaps(self, held_nbytes: float) -> bool:
         """Whether a Mac probably swaps if a model's arrays take so much."""
-        allowed = min(self.memory_nbytes, gpu_limit(self.ram_nbytes))
-        return self.is_mac and (
-            held_nbytes > allowed or swap_risk(self.ram_nbytes, held_nbytes) > 0.5
-        )
+        return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.

@@ -6,6 +6,7 @@ half of the memory in slots, slots and page cache hold the same experts.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
 from operator import attrgetter
@@ -58,12 +59,6 @@ COPY_COST = 0.25
 ALL, RESIDENT_FITS = "every expert", " (mode='resident' fits, too)"
 FEW = "few (the page cache holds more experts in the rest)"
 NEARLY_ALL = "nearly all of the memory (half of it would be slowest)"
-
-
-class DoesNotFit(ValueError):
-    """A model needs ``nbytes`` of memory, which are more than there are."""
-
-    nbytes = 0
 
 
 @dataclass(frozen=True)
@@ -186,22 +181,18 @@ def plan_of(
     some, every, least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     try:
         found = _plan(facts, config, held, some, there)
-        if found.slots == held or every <= some:
-            return found
-    except DoesNotFit as error:
-        if error.nbytes > least or least <= some:
-            return _plan(facts, config, held, least, there)  # which says what is missing
-        # A prompt's arrays grow a little with the memory.
-        found = _plan(facts, config, held, min(least, error.nbytes * 51 // 50), there)
-    try:
-        whole = _plan(facts, config, held, every, there)
-    except DoesNotFit:
-        return found
-    return whole if whole.slots == held else found
+    except ValueError as error:  # K slots may take more; a prompt's arrays grow a little with it
+        found, some = None, min(least, error.nbytes * 51 // 50)
+    found = found or _plan(facts, config, held, some, there)
+    if found.slots < held and every > some:
+        with suppress(ValueError):
+            whole = _plan(facts, config, held, every, there)
+            found = whole if whole.slots == held else found
+    return found
 
 
 def _plan(facts, config, held, memory, there):
-    """The plan that fills ``memory`` bytes of those ``there``: available, and kept from a plan."""
+    """The plan for ``memory`` bytes; ``there`` are those available, and those beside them."""
     E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
     least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
     given, system, why = config.memory_nbytes, max(0, sum(there) - memory), ""
@@ -228,7 +219,7 @@ def _plan(facts, config, held, memory, there):
     left = f" ({_size(system)} more left to the system{why})" if system else ""
     free = memory - fixed - prompt
     if free < least * slot:
-        error = DoesNotFit(
+        error = ValueError(
             f"{facts.path}: expected at least {_size(fixed + prompt + least * slot)} of memory "
             f"({listed}, {least} slots in each of {L} layers {_size(least * slot)}), got "
             f"{_size(memory)}{left}. Close other programs or raise the limit, set a shorter "

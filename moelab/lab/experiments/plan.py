@@ -27,7 +27,7 @@ from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.config import StreamConfig
-from ...streaming.plan import DoesNotFit, memory_for_a_model
+from ...streaming.plan import memory_for_a_model
 from ...streaming.plan import plan as choose_slots
 from ..machine import card
 from ..models import folder, named_sizes
@@ -39,7 +39,7 @@ from .share import of_such_a_machine
 # and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
-    "four of five published sources were that near to their plan, the worst 3.2 times off"
+    "four of five published sources were that near to their plan, the worst 3.3 times off"
 )
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
@@ -129,7 +129,7 @@ class Forecast:
         if "SSD" in parts:
             parts["SSD"] += f" (for {_gb(self.advice.chosen.read_per_token)})"
         filled = sizes.other_nbytes + slots * sizes.slot_nbytes
-        most = sizes.fits(machine.model_nbytes)
+        most = sizes.fits(machine.most.some)
         held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
         held += ", the others are read from the SSD" if slots < sizes.E else ""
         if slots < most:
@@ -173,7 +173,9 @@ def _fitting(name, machine, bits, top_k=None):
     """The sizes of a published model; one that does not fit a machine is refused."""
     try:
         return named_sizes(name, machine.most, bits, top_k)
-    except DoesNotFit as error:
+    except ValueError as error:
+        if not hasattr(error, "nbytes"):
+            raise
         raise ValueError(
             f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and gets "
             f"{_gb(machine.most.least)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
