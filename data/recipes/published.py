@@ -187,7 +187,7 @@ def predict(row):
     one, held = sizes.L * sizes.expert_nbytes, _held(row, sizes)
     other = sizes.checkpoint_nbytes - one * sizes.E
     slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
-    arrays = 0 if row.slots_or_cache == "page cache" else sizes.other_nbytes + slots * one
+    arrays = 0 if row.slots_or_cache == "page cache" else sizes.other_nbytes + held * one
     costs = machine.costs(sizes, arrays)
     # Take a source's word for the experts it holds: the page cache has the rest, or nothing.
     memory = max(machine.memory_nbytes, other + slots * one)

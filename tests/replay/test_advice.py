@@ -36,7 +36,7 @@ def test_it_does_not_take_the_slow_middle():
 def test_advice_says_what_and_why():
     a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
     c = a.config
-    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings) and c.prefetch == "none"
+    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True) and c.prefetch == "none"
     assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
