@@ -307,7 +307,7 @@ def macs():
         edge = Most(*3 * machine.most[2:])
         tries = {"": machine.most, "before_": half(ram), "at_risk_": edge}
         for name in PLANNED:
-            row = {"mac": f"{chip}, {ram} GB", "model": name}
+            row = {"variant": f"{chip}, {ram} GB", "model": name}
             for which, most in tries.items():
                 with suppress(ValueError):  # it does not fit
                     sizes = named_sizes(name, most)
@@ -327,7 +327,8 @@ def pairs():
     costs = found.melt("side", ["planned", "planned_before"], "plan", "best over planned")
     costs = costs.groupby(["side", "plan"])["best over planned"].agg(["count", "median", "max"])
     right = found.groupby("side")[["pairs", "right"]].sum()
-    return "\n\n".join(t.round(2).to_string() for t in (found, costs, right)), table
+    text = "\n\n".join(t.round(2).to_string() for t in (found, costs, right))
+    return text, table.rename(columns={"group": "variant"})
 
 
 def speeds():

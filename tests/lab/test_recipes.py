@@ -59,7 +59,7 @@ def test_a_plan_takes_a_setting_that_does_not_swap():
     """Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long."""
     record = records.read("cpu_planned_pairs")
     now = published.settings(("qwisp", "Godwit"))
-    known = record[record.group.isin(now.group)]
+    known = record[record.variant.isin(now.group)]
     for column in ("slots", "planned", "best_over", "predicted_tok_s"):
         assert known[column].tolist() == pytest.approx(now[column].tolist(), rel=1e-3)
     assert now[now.planned].best_over.max() < 1.15 and now.best_over.max() > 10
