@@ -1,6 +1,8 @@
 """Speeds that others publish, against what the planner predicts for their machines.
 
     python data/recipes/published.py OUT.json
+    python data/recipes/published.py OUT.json pairs    settings of one machine, and the one planned
+    python data/recipes/published.py OUT.json macs     plans for Macs, beside those of half of each
 
 The rows are ``data/published.csv``'s. This was fixed before anything was fitted (by ``fit`` and
 ``fit_zipf`` of this file at 6fe0031): which rows count (``why_not``), on which sources the
@@ -16,13 +18,16 @@ authors'; an empty field is not in the source.
 import hashlib
 import re
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pandas as pd
 
 from moelab.configs import one_of
 from moelab.lab import records
+from moelab.lab.experiments.plan import forecast
 from moelab.lab.models import named_sizes
+from moelab.memory import Most, swap_risk
 from moelab.replay.machine import CHIPS, Machine, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
@@ -157,7 +162,8 @@ def machine_of(row):
     if cores or row.machine in CORES:
         return Machine.cpu(ram, disk, int(cores[1]) if cores else CORES[row.machine], rate)
     chip = one_of(CHIPS, row.machine.split(" (")[0], "a computer with its N cores, or ")
-    return Machine.mac(ram, disk, min(rate, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9))
+    rate = min(rate, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9)
+    return Machine.mac(row.ram_gb * 2**30, disk, rate)
 
 
 def sizes_of(row):
@@ -181,7 +187,7 @@ def predict(row):
     one, held = sizes.L * sizes.expert_nbytes, _held(row, sizes)
     other = sizes.checkpoint_nbytes - one * sizes.E
     slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
-    arrays = 0 if row.slots_or_cache == "page cache" else other + slots * one
+    arrays = 0 if row.slots_or_cache == "page cache" else sizes.other_nbytes + held * one
     costs = machine.costs(sizes, arrays)
     # Take a source's word for the experts it holds: the page cache has the rest, or nothing.
     memory = max(machine.memory_nbytes, other + slots * one)
@@ -211,8 +217,122 @@ def predicted():
     )
 
 
-def main(out):
-    running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
+# Settings of rows that are alike in these columns are compared.
+SAME = ["group", "side", "machine", "ram_gb", "model", "bits", "top_k", "method", "draft"]
+SAME += ["prompt_tokens", "context"]
+
+
+def settings(groups=None):
+    """Each setting of a source that measured several with one machine, model and method.
+
+    ``groups`` are those of the sources (None: all). ``best_over`` is the speed of the fastest over
+    this one's. ``planned`` is the one nearest to the plan's slots, ``planned_before`` to those of a
+    plan that fills half of a Mac; neither is any if the plan says that the model does not fit.
+    """
+    table = rows()
+    known = table.machine.str.split(" (", regex=False).str[0].isin(CHIPS)
+    known &= table.model.isin(MODELS) & table.bits.str.match(r"\d") & table.ram_gb.notna()
+    known &= (table.held_gb.notna() | table.slots.notna()) & table.group.isin(groups or table.group)
+    table = table[known]
+    table = table.assign(holds=[_held(row, sizes_of(row)) for _, row in table.iterrows()])
+    found = []
+    for number, (_, part) in enumerate(table.groupby(SAME, dropna=False, sort=False)):
+        each = part.drop_duplicates("holds").set_index("holds", drop=False)
+        each = each.assign(tok_s=part.groupby("holds").tok_s.median()).sort_index()
+        row = each.iloc[0]
+        slots = {
+            "planned": slots_of(row, machine_of(row).most),
+            "planned_before": slots_of(row, half(row.ram_gb)),
+        }
+        near = {name: abs(each.holds - n).idxmin() if n else 0 for name, n in slots.items()}
+        for holds, one in each.iterrows() if len(each) > 1 else ():
+            has_rate = one.ssd_gb_s == one.ssd_gb_s
+            found.append(
+                {name: one[name] for name in SAME}
+                | {"set": number, "slots": holds, "of": sizes_of(one).E}
+                | {name: holds == n for name, n in near.items()}
+                | {"published_tok_s": one.tok_s, "best_over": each.tok_s.max() / one.tok_s}
+                | {"predicted_tok_s": predict(one).tok_s if has_rate else float("nan")}
+            )
+    return pd.DataFrame(found)
+
+
+def half(ram_gb):
+    """What a plan filled of a Mac before it weighed the risk: half of its memory."""
+    return Most(*3 * (ram_gb * 1e9 / 2,))
+
+
+def slots_of(row, most):
+    """The slots of a plan for a row's model; 0 if it does not fit."""
+    try:
+        return named_sizes(MODELS[row.model], most, int(row.bits[0])).slots
+    except ValueError:
+        return 0
+
+
+def by_group(table):
+    """Of ``settings``: what share of pairs is ordered rightly, and what the plan's choice costs."""
+    found = []
+    for (source, side, *_), part in table.groupby(["group", "side", "set"], sort=False):
+        pairs = [
+            (a, b) for i, a in enumerate(part.itertuples()) for b in list(part.itertuples())[:i]
+        ]
+        right = [
+            (a.published_tok_s > b.published_tok_s) == (a.predicted_tok_s > b.predicted_tok_s)
+            for a, b in pairs
+            if a.predicted_tok_s > 0
+        ]
+        cost = {n: part.best_over[part[n]].max() for n in ("planned", "planned_before")}
+        what = ", ".join(str(part[n].iloc[0]) for n in ("machine", "ram_gb", "model", "method"))
+        row = {"group": source, "side": side, "what": what, "settings": len(part)}
+        found.append(row | {"pairs": len(right), "right": sum(right)} | cost)
+    return pd.DataFrame(found)
+
+
+# Macs (GB, chip, GB/s of the SSD) and models of the table ``macs``.
+MACS = (8, "M2", 1.5), (16, "M4", 2.9), (24, "M4", 3.4), (32, "M5", 6.0)
+MACS += (64, "M5 Pro", 12.8), (128, "M5 Max", 13.5)
+PLANNED = "gpt-oss-20b", "gemma-4-26b-a4b", "qwen3.5-35b-a3b", "gpt-oss-120b"
+PLANNED += "qwen3.5-122b-a10b", "glm-5"
+
+
+def macs():
+    """Slots and speeds of plans for Macs, and of plans that fill half (before) or the most.
+
+    ``at_risk_`` is a plan with which a Mac swaps every other time; its speed is without swapping.
+    """
+    found = []
+    for ram, chip, ssd in MACS:
+        machine = Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)
+        edge = Most(*3 * machine.most[2:])
+        tries = {"": machine.most, "before_": half(ram), "at_risk_": edge}
+        for name in PLANNED:
+            row = {"variant": f"{chip}, {ram} GB", "model": name}
+            for which, most in tries.items():
+                with suppress(ValueError):  # it does not fit
+                    sizes = named_sizes(name, most)
+                    held = sizes.other_nbytes + sizes.slots * sizes.slot_nbytes
+                    one = forecast(name, machine, slots=sizes.slots)
+                    row |= {f"{which}slots": sizes.slots, f"{which}tok_s": 1 / one.advice.token_s}
+                    row |= {f"{which}left_gb": (machine.ram_nbytes - held) / 1e9, "of": sizes.E}
+                    row |= {f"{which}risk": swap_risk(machine.ram_nbytes, held)}
+            found.append(row)
+    return pd.DataFrame(found)
+
+
+def pairs():
+    """``settings``, and in words what ``by_group`` says of them."""
+    table = settings()
+    found = by_group(table)
+    costs = found.melt("side", ["planned", "planned_before"], "plan", "best over planned")
+    costs = costs.groupby(["side", "plan"])["best over planned"].agg(["count", "median", "max"])
+    right = found.groupby("side")[["pairs", "right"]].sum()
+    text = "\n\n".join(t.round(2).to_string() for t in (found, costs, right))
+    return text, table.rename(columns={"group": "variant"})
+
+
+def speeds():
+    """The rows that count with their predictions, and in words how far off these are."""
     table = predicted()
     sources = by_source(table)
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
@@ -220,9 +340,15 @@ def main(out):
     table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
     kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
     kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]
-    kept += ["predicted_tok_s", "predicted_hit_rate", "factor"]
-    samples = running.table(table[kept].to_dict("records"))
-    records.print_and_save(text, samples, out)
+    return text, table[[*kept, "predicted_tok_s", "predicted_hit_rate", "factor"]]
+
+
+def main(out, what="speeds"):
+    running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
+    found = {"speeds": speeds, "pairs": pairs, "macs": macs}[what]()
+    text, table = found if isinstance(found, tuple) else (found.round(2).to_string(), found)
+    load = running.record([])["load"]  # no other process disturbs what is computed
+    records.print_and_save(text, running.table(table.to_dict("records"), load=load), out)
 
 
 if __name__ == "__main__":

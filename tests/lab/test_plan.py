@@ -112,7 +112,8 @@ def test_what_is_left_of_a_macs_memory_grows_less_than_the_memory():
     assert 0.4 * small.ram_nbytes < small.most.some < 0.5 * small.ram_nbytes
     assert 0.6 * large.ram_nbytes < large.most.some < memory.gpu_limit(large.ram_nbytes)
     for mac in (small, large):
-        risks = [memory.swap_risk(mac.ram_nbytes, nbytes) for nbytes in mac.most]
+        most = memory.most_for_a_model(mac.ram_nbytes, is_mac=True)
+        risks = [memory.swap_risk(mac.ram_nbytes, nbytes) for nbytes in most]
         assert risks == pytest.approx([memory.SOME_RISK, memory.EVERY_RISK, memory.LEAST_RISK])
         assert mac.most == tuple(sorted(mac.most)) and not mac.swaps(mac.most.some)
         assert mac.swaps(1.01 * mac.most.least)

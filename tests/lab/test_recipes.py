@@ -55,6 +55,18 @@ def test_the_record_is_what_is_predicted_now():
     assert published.predict(row).tok_s == pytest.approx(row.record, rel=1e-3)
 
 
+def test_a_plan_takes_a_setting_that_does_not_swap():
+    """Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long."""
+    record = records.read("cpu_planned_pairs")
+    now = published.settings(("qwisp", "Godwit"))
+    known = record[record.variant.isin(now.group)]
+    for column in ("slots", "planned", "best_over", "predicted_tok_s"):
+        assert known[column].tolist() == pytest.approx(now[column].tolist(), rel=1e-3)
+    assert now[now.planned].best_over.max() < 1.15 and now.best_over.max() > 10
+    cost = record[record.planned].groupby(["side", "set"]).best_over.max()
+    assert cost.groupby("side").median().max() <= 1.15 and cost["fit"].max() <= 2
+
+
 def test_a_pass_that_is_not_exact_is_seen(monkeypatch):
     config = StreamConfig(mode="fused", slots=8)
     made = exactness.soak(TINY, config, passes=2, sizes=(2, 12))
