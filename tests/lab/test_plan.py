@@ -95,7 +95,7 @@ def test_what_cannot_be_planned_is_refused(words, code, expected, capsys, monkey
         ("gpt_oss_20b --ram 16 --ssd 3 --chip 120GB/s", "--ram 16 --ssd 3 --chip M4"),
         (
             "gpt-oss-20b --ram 16 --ssd 3 --cores 64 --chip 48",
-            "--ram 16 --ssd 3 --cores 5 --chip 48",
+            "--ram 16 --ssd 3 --cores 6 --chip 48",
         ),
     ),
 )
