@@ -100,10 +100,9 @@ class Forecast:
     @property
     def binds(self) -> str:
         """The part that takes most of a token's time."""
-        parts = self.parts_s
+        parts, m = self.parts_s, self.machine
         missing_s = parts["SSD"] + parts["page cache"] + parts["waits for reads"]
-        by_memory = self.machine.is_mac or self.machine.memory_binds
-        rate = "the memory's rate" if by_memory else "the cores"
+        rate = "the memory's rate" if m.is_mac or m.memory_binds else "the cores"
         causes = {
             "reading experts that are not in memory": missing_s,
             f"going through the weights ({rate})": parts["weights"],
