@@ -158,7 +158,7 @@ def forecast(
     slots: int | None = None,
 ) -> Forecast:
     """Forecast a published model on a machine (None: its own top-k, ``moelab.plan``'s slots)."""
-    sizes = _fitting(name, machine.model_nbytes, machine.ram_nbytes, bits, top_k)
+    sizes = _fitting(name, machine, bits, top_k)
     slots = slots or sizes.slots
     held = sizes.other_nbytes + slots * sizes.slot_nbytes  # may be more than fits
     memory, trace = max(machine.memory_nbytes, held), typical_trace(sizes, TOKENS)
@@ -167,17 +167,18 @@ def forecast(
     return Forecast(f"{name}, {bits} bits", sizes, machine, found)
 
 
-def _fitting(name, nbytes, total, bits, top_k=None):
-    """The sizes of a published model, or an error if it does not fit in so many bytes of all."""
+def _fitting(name, machine, bits, top_k=None):
+    """The sizes of a published model, or an error if it does not fit a machine."""
     try:
-        return named_sizes(name, nbytes, bits, top_k)
+        return named_sizes(name, machine.model_nbytes, bits, top_k)
     except ValueError as error:
         needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
         if not needs:
             raise
         raise ValueError(
             f"{name} does not fit: it needs {needs[1]} of memory, and gets "
-            f"{_gb(nbytes)} of the machine's {_gb(total)}. Take more memory or a smaller model."
+            f"{_gb(machine.model_nbytes)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
+            "memory or a smaller model."
         ) from error
 
 
@@ -260,8 +261,7 @@ def describe(
     elif not (ram or ssd or cores):
         sent = of_such_a_machine(found.sizes, card())
     of = f"{DISK_SHARE:.0%} of the {ssd:g} GB/s given" if ssd else f"the drive of {_here()}"
-    if_fast = "" if chip else ", if the memory is that fast: --chip GB/s"
-    by = f" ({cores} cores{if_fast})" if cores else ""
+    by = f" ({cores} cores{'' if chip else ' and memory that fast'})" if cores else ""
     more = {
         "helps most": f"{what}, {times[what]:.1f} times as fast"
         if times[what] >= WORTH
@@ -291,7 +291,8 @@ def _machine(name, bits, ram, ssd, chip, cores):
         return Machine.mac(ram * 1e9, ssd * 1e9, rate)
     if not mx.cuda.is_available():  # a model that does not fit is refused before measuring
         total, taken = _memory(ram and ram * 1e9)
-        _fitting(name, min(total - taken, most_for_a_model(total)), total, bits)
+        here = replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
+        _fitting(name, here, bits)
     machine = this_machine()
     if ram:
         machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
