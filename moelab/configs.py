@@ -15,6 +15,8 @@ layers count from 1.
 """
 
 import json
+from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,3 +24,20 @@ CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 for _name, _config in CONFIGS.items():
     _stand_in = _config.pop("without_mlx_vlm", _config)
     CONFIGS[_name] = _config if find_spec("mlx_vlm") else _stand_in
+
+
+def one_of(names: Iterable[str], given: str, also: str = "") -> str:
+    """The name that is meant, whatever its case, spaces and dashes.
+
+    An error offers near names, or all; ``also`` says what else could be given.
+    """
+    plain = {_plain(name): name for name in names}
+    if _plain(given) in plain:
+        return plain[_plain(given)]
+    near = [plain[n] for n in get_close_matches(_plain(given), plain)]
+    expected = " or ".join(near) or f"one of {', '.join(plain.values())}"
+    raise ValueError(f"expected {also}{expected}, got {given!r}")
+
+
+def _plain(name):
+    return "".join(filter(str.isalnum, name.lower()))

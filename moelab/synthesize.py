@@ -30,7 +30,7 @@ from .checkpoint import (
     new_folder,
     readable,
 )
-from .configs import CONFIGS
+from .configs import CONFIGS, one_of
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
 
@@ -206,9 +206,7 @@ def synthesize(
     choose experts with its locality; with None they choose nearly uniformly.
     """
     out = Path(out)
-    if config is None and like not in LIKE:
-        raise ValueError(f"like={like!r}: expected one of {', '.join(LIKE)}")
-    config = copy.deepcopy(CONFIGS[like] if config is None else config)
+    config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)
     text = config.get("text_config", config)
     published_layers, published_vocab = text["num_hidden_layers"], text["vocab_size"]
     # mlx-lm's hybrid models need a layer of full attention.

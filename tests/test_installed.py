@@ -40,7 +40,7 @@ def test_commands_without_the_extras(model_path, tmp_path):
     lines = [
         ["generate", str(model_path), "--prompt", "def f(x):", "--max-tokens", "2"],
         ["plan", str(model_path)],
-        ["plan", "gpt-oss-120b", *machine],
+        ["plan", "GPT-OSS-120B", *machine],
         ["serve", str(model_path)],
         ["bench", str(model_path)],
     ]

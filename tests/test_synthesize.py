@@ -116,7 +116,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.parametrize(
     "kwargs, error, message",
     [
-        (dict(like="qwen9"), ValueError, "expected one of qwen3.5-35b-a3b"),
+        (dict(like="llama"), ValueError, "expected one of qwen3.5-35b-a3b"),
+        (dict(like="qwen3.5-35b"), ValueError, "expected qwen3.5-35b-a3b or"),
         (dict(layers=41), ValueError, "expected 4 to 40"),
         (dict(vocab=10), ValueError, "at least 2[67]"),
         (dict(tokenizer="nowhere"), FileNotFoundError, "no tokenizer.json in nowhere"),

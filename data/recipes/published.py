@@ -20,6 +20,7 @@ import sys
 import numpy as np
 import pandas as pd
 
+from moelab.configs import one_of
 from moelab.lab import records
 from moelab.lab.models import named_sizes
 from moelab.replay.machine import CHIPS, Machine, typical_trace
@@ -150,10 +151,13 @@ def reached(sources, column="factor"):
 def machine_of(row):
     """The machine that a row was measured on."""
     ram, disk = row.ram_gb * 1e9, (row.ssd_gb_s if row.ssd_gb_s == row.ssd_gb_s else 1.0) * 1e9
-    if row.machine in CORES:
-        return Machine.cpu(ram, disk, CORES[row.machine])
-    chip = row.machine.split(" (")[0]
-    return Machine.mac(ram, disk, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9)
+    # A machine's name may say its cores and its memory's rate: "Epyc (64 cores, 205 GB/s)".
+    cores, rate = (re.search(rf"([\d.]+) {unit}", row.machine) for unit in ("cores", "GB/s"))
+    rate = float(rate[1]) * 1e9 if rate else np.inf
+    if cores or row.machine in CORES:
+        return Machine.cpu(ram, disk, int(cores[1]) if cores else CORES[row.machine], rate)
+    chip = one_of(CHIPS, row.machine.split(" (")[0], "a computer with its N cores, or ")
+    return Machine.mac(ram, disk, min(rate, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9))
 
 
 def sizes_of(row):

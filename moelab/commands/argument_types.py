@@ -6,9 +6,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any
+
+from ..configs import one_of
 
 
 def _number(kind, what, least, most):
@@ -33,6 +35,15 @@ def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
 def between(least: float, most: float = math.inf) -> Callable[[str], float]:
     """A type of numbers from ``least`` to ``most``, neither nan nor infinite."""
     return _number(float, "a number", least, most)
+
+
+def gigabytes(least: float) -> Callable[[str], float]:
+    """A type of GB or GB/s, written with the unit or without."""
+
+    def number(text):
+        return float(text.lower().removesuffix("/s").removesuffix("gb"))
+
+    return _number(number, "a number of GB", least, math.inf)
 
 
 positive, zero_or_more = at_least(1), at_least(0)
@@ -96,6 +107,18 @@ def prompt_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(f"expected some text{where}, got none")
     return text
+
+
+def name_of(names: Collection[str], also: str = "") -> Callable[[str], str]:
+    """A type that takes one of these names, as ``one_of`` knows it."""
+
+    def name(text):
+        try:
+            return one_of(names, text, also)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return name
 
 
 def not_utf8(error: UnicodeError, where: str) -> str:

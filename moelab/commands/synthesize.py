@@ -3,7 +3,7 @@
 import argparse
 
 from ..synthesize import LIKE, synthesize
-from .argument_types import not_empty, positive, zero_or_more
+from .argument_types import name_of, not_empty, positive, zero_or_more
 from .arguments import add_number
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--like",
         default=LIKE[0],
-        choices=LIKE,
+        type=name_of(LIKE),
         metavar="NAME",
         help=f"whose shapes to take: {', '.join(LIKE)} (default: %(default)s)",
     )

@@ -15,6 +15,7 @@ from ..checkpoint import Checkpoint, CheckpointError
 from ..commands.argument_types import not_empty
 from ..memory import memory_available, memory_limit
 from ..streaming.build import build_model
+from ..streaming.facts import ModelFacts
 from ..streaming.model import tokenizer_of
 from .machine import READ_NBYTES, card, read_speed
 from .oscache import drop_pages
@@ -136,7 +137,12 @@ def _slots_of(model):
 def check(model: str | Path | None = None) -> bool:
     """Print one line for each finding; returns whether all is well."""
     if model is not None and not Path(model).is_dir():
-        raise ValueError(f"{model}: expected a model folder, found none. Check the name.")
+        raise ValueError(
+            f"{model}: expected a model folder, found none. Check the name. Before a download, "
+            "python -m moelab plan takes a model by name."
+        )
+    if model is not None:  # a draft or a model without experts is refused at once, with what it is
+        ModelFacts.of(model, StreamConfig())
     good = True
     for ok, what, remedy in findings(model):
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"))

@@ -5,7 +5,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ..configs import CONFIGS
+from ..configs import CONFIGS, one_of
 from ..replay.sizes import ModelSizes
 from ..streaming.config import MOST_NBYTES, StreamConfig
 from ..streaming.facts import ModelFacts
@@ -21,7 +21,7 @@ def named_sizes(
 ) -> ModelSizes:
     """The sizes of a published model, from its configuration; it must fit with K slots."""
     config = replace(CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
-    sizes = ModelSizes.planned(plan_of(_facts(name, bits), config))
+    sizes = ModelSizes.planned(plan_of(_facts(one_of(CONFIGS, name), bits), config))
     return replace(sizes, K=top_k or sizes.K)
 
 

@@ -7,7 +7,7 @@ and another one if some of its experts have to be read.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import isnan, nan
+from math import inf, isnan, nan
 
 import numpy as np
 
@@ -41,11 +41,13 @@ SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
 GPU_SHARES = ((36e9, 2 / 3), (float("inf"), 3 / 4))
 # GB/s of a Mac's memory, as Apple states them; the larger of two where a chip has two.
 CHIPS = {
+    "A18 Pro": 60,
     "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
     "M2": 100, "M2 Pro": 200, "M2 Max": 400, "M2 Ultra": 800,
     "M3": 100, "M3 Pro": 150, "M3 Max": 400, "M3 Ultra": 819,
     "M4": 120, "M4 Pro": 273, "M4 Max": 546,
-    "M5": 153, "M5 Pro": 307, "M5 Max": 614,
+    "M5": 153, "M5 Pro": 307, "M5 Max": 614, "M5 Ultra": 1200,
+    "M6": 170,
 }  # fmt: skip
 
 
@@ -73,10 +75,11 @@ class Machine:
         return cls(ram_nbytes, taken, disk, *rates, is_mac=True)
 
     @classmethod
-    def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int):
-        """A computer whose CPU computes, with its SSD's rate and its cores."""
+    def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int, memory_rate: float = inf):
+        """A computer whose CPU computes, with the rates of its SSD and memory (bytes a second)."""
         disk, taken = DISK_SHARE * disk_bytes_per_s, taken_of(ram_nbytes)
-        rates = cores * CORE_BYTES_PER_S, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
+        weights = min(cores * CORE_BYTES_PER_S, memory_rate)
+        rates = weights, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
         return cls(ram_nbytes, taken, disk, *rates, CPU_PROMPT_SHARE)
 
     @classmethod

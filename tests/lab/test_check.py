@@ -1,10 +1,12 @@
 """This machine: what ``check`` finds, and what the page cache holds."""
 
 import os
+import re
 
 import pytest
 
 from moelab import DATA, StreamConfig, kernels, plan
+from moelab.__main__ import main
 from moelab.lab import check, oscache
 
 MB = 1 << 20
@@ -23,6 +25,21 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
     assert not check.check(TINY)
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("[fail] ") and "got 100 MB" in last and "Close other programs" in last
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    (
+        ("tiny-dflash", "got a DFlash draft.*its --draft"),
+        ("tiny-mtp", "got a draft head.*its --draft"),
+        ("tiny-draft", "has no experts.*as the --draft of a model"),
+        ("Tiny-Nothing", "found none. Check the name.*plan takes a model by name"),
+    ),
+)
+def test_check_says_what_is_no_model_with_experts(name, what, capsys):
+    assert main(["check", str(TINY.with_name(name))]) == 1
+    said = capsys.readouterr()
+    assert re.search(what, said.err) and not said.out
 
 
 def test_dropped_pages_are_read_again(tmp_path):

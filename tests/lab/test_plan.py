@@ -1,5 +1,6 @@
 """``python -m moelab plan`` by name: before a model is downloaded, on this or another machine."""
 
+import sys
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -69,16 +70,41 @@ def test_a_draft_saves_waits_and_weights_and_reads_more():
         ("gpt-oss-20b --ram 16 --chip M4", 1, "give its ram and ssd"),
         ("gpt-oss-20b --ram 16 --ssd 3 --chip M4 --cores 4", 1, "expected a chip or cores"),
         (f"{TINY} --ssd 16", 2, "expected a model by name"),
-        ("gpt-oss-20b --chip M9 --ram 1 --ssd 1", 2, "invalid choice"),
+        ("gpt-oss-20b --chip M9 --ram 1 --ssd 1", 2, "the GB/s of its memory, or one of A18 Pro"),
+        ("gpt-oss-20b --chip m2po --ram 1 --ssd 1", 2, "or M2 Pro or"),
+        ("gpt-oss-20b --ram 1TB --ssd 1", 2, "a number of GB of at least 1, got '1TB'"),
+        ("Qwen3.5-35b", 1, "expected a model folder, or qwen3.5-35b-a3b or "),
         ("kimi-k3 --ram 8 --ssd 1 --cores 4", 1, "kimi-k3 does not fit: it needs"),
+        ("Kimi-K3 --ram 8", 1, "kimi-k3 does not fit: it needs"),
     ),
 )
-def test_what_cannot_be_planned_is_refused(words, code, expected, capsys):
+def test_what_cannot_be_planned_is_refused(words, code, expected, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "this_machine", None)  # nothing is measured before
+    monkeypatch.setattr(plan, "measure_costs", None)
     try:
         got = main(["plan", *words.split()])
     except SystemExit as ended:
         got = ended.code
     assert got == code and expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "same"),
+    (
+        ("GPT-OSS-20B --ram 16GB --ssd 3GB/s --chip=apple-M4", "--ram 16 --ssd 3 --chip M4"),
+        ("gpt_oss_20b --ram 16 --ssd 3 --chip 120GB/s", "--ram 16 --ssd 3 --chip M4"),
+        (
+            "gpt-oss-20b --ram 16 --ssd 3 --cores 64 --chip 48",
+            "--ram 16 --ssd 3 --cores 5 --chip 48",
+        ),
+    ),
+)
+def test_names_units_and_machines_by_number(words, same, capsys):
+    said = []
+    for line in (words, f"gpt-oss-20b {same}"):
+        assert main(["plan", *line.split()]) == 0
+        said.append(capsys.readouterr().out.partition("rates")[0])
+    assert said[0] == said[1]
 
 
 def test_of_a_macs_memory_at_most_half_is_filled(monkeypatch):
@@ -94,13 +120,16 @@ def test_of_a_macs_memory_at_most_half_is_filled(monkeypatch):
     assert memory.HALF not in moelab.plan(TINY, memory_nbytes=10**9).reason
 
 
-def test_this_machine_is_measured(monkeypatch):
-    """With a smaller model than a user's."""
+def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
+    """With a smaller model than a user's, on the drive of this folder; a terminal shows it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setitem(plan.synthesize.CONFIGS, "small", small())
     monkeypatch.setattr(plan, "STAND_IN", ("small", 4, 16))
     machine = plan.this_machine(4)
     assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
     assert plan.forecast("qwen3.5-35b-a3b", machine).advice.token_s > 0
+    assert not list(tmp_path.iterdir()) and "measuring this machine: " in capsys.readouterr().err
 
 
 def test_what_a_plan_says_of_itself_is_the_records():

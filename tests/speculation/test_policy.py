@@ -161,8 +161,14 @@ def test_tokens_that_become_faster_while_slots_fill_mislead_it_little():
 class FullDepth(World):
     """Passes of 1 to 4 positions through 40 layers of 35B-A3B's shapes in 8 GB, as measured."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        self.passed = {1}
+
     def verify_s(self, m):
-        return np.interp(m, (1, 2, 3, 4, 8), (1, 1.675, 2.2, 2.65, 4.05))
+        first = 0.5 * (m not in self.passed)  # a new length allocates and records its calls
+        self.passed.add(m)
+        return first + np.interp(m, (1, 2, 3, 4, 8), (1, 1.675, 2.2, 2.65, 4.05))
 
 
 def test_it_finds_that_each_further_position_costs_less():
@@ -171,7 +177,7 @@ def test_it_finds_that_each_further_position_costs_less():
         world, policy = FullDepth(0.9, 0, 0, 0.065, noise=0.1, seed=seed), Policy()
         policy.begin(900)
         speeds.append(900 * 1.1 / world.run(policy.choose, 900, policy))
-    assert np.median(speeds) > 1.12
+    assert np.median(speeds) > 1.1
 
 
 def test_it_follows_the_text():

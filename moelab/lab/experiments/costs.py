@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 
 from ... import StreamConfig, footprint
 from ...memory import memory_available
@@ -62,7 +63,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     """Time reads, tokens and one expert's arithmetic: the record of it.
 
     A token with as many misses as there can be shows, beside its reads and its arithmetic alone,
-    how much of the reads the arithmetic hides.
+    how much of the reads the arithmetic hides. A terminal shows the samples as they come.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -84,8 +85,10 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     def add(what, variant, misses, seconds):
         same = {"what": what, "variant": variant, "misses": misses}
         rows.extend(same | {"seconds": float(s)} for s in seconds)
+        bar.update(len(seconds))
 
     config = replace(config, slots=K, prefetch="none")
+    bar = tqdm(desc="measuring this machine", unit=" samples", leave=False, disable=None)
     with ExitStack() as stack:
         for variant in (DISK, DIRECT) if _reads_direct() else (DISK,):
             reads = "direct" if variant == DIRECT else "cached"
@@ -105,6 +108,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
         for what, variant, misses, seconds in _time_without_waits(path, config, tokens, E):
             add(what, variant, misses, [seconds])
+    bar.close()
     return running.record(rows)
 
 

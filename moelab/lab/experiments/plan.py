@@ -7,7 +7,9 @@ says what its tokens cost. Both are replayed with the slots that ``moelab.plan``
 
 import argparse
 import math
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +19,8 @@ import mlx.core as mx
 import psutil
 
 from ... import synthesize
-from ...commands.argument_types import between, not_empty, positive
-from ...configs import CONFIGS
+from ...commands.argument_types import gigabytes, name_of, not_empty, positive
+from ...configs import CONFIGS, one_of
 from ...memory import HALF, most_for_a_model
 from ...replay import advice
 from ...replay.advice import Advice
@@ -125,7 +127,7 @@ class Forecast:
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 5e-5}
         if "SSD" in parts:
-            parts["SSD"] += f" ({_gb(self.advice.chosen.read_per_token)})"
+            parts["SSD"] += f" (for {_gb(self.advice.chosen.read_per_token)})"
         most = sizes.fits(machine.model_nbytes)
         held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
         held += ", the others are read from the SSD" if slots < sizes.E else ""
@@ -134,16 +136,16 @@ class Forecast:
         elif machine.is_mac and slots < sizes.E:
             held += f"; {HALF}"
         rows = {
-            self.name: f"{_gb(sizes.checkpoint_nbytes)}, of which a token needs "
-            f"{_gb(sizes.active_nbytes)}",
+            self.name: f"{_gb(sizes.checkpoint_nbytes)} on disk; each token needs "
+            f"{_gb(sizes.active_nbytes)} of it",
             "in memory": held,
             "beside them": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
             "4,096 tokens and the program",
             "speed": f"{rough(speed)} tok/s; expect {range_text(speed, self.spread)}: {self.near}",
             "a token": f"{rough(1e3 / speed)} ms: " + ", ".join(map(" ".join, parts.items())),
             "most of it": self.binds,
-            "first token": f"{rough(first_s)} to {rough(last_s)} s after a prompt of {prompt} "
-            "tokens, the file not in memory before",
+            "first token": f"after {rough(first_s)} to {rough(last_s)} s, for a prompt of {prompt} "
+            "tokens and with nothing of the model in memory before",
             **more,
         }
         width = max(map(len, rows))
@@ -158,23 +160,28 @@ def forecast(
     slots: int | None = None,
 ) -> Forecast:
     """Forecast a published model on a machine (None: its own top-k, ``moelab.plan``'s slots)."""
-    try:
-        sizes = named_sizes(name, machine.model_nbytes, bits, top_k)
-    except ValueError as error:
-        needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
-        if not needs:
-            raise
-        raise ValueError(
-            f"{name} does not fit: it needs {needs[1]} of memory, and of a machine's "
-            f"{_gb(machine.ram_nbytes)} a plan gives it {_gb(machine.model_nbytes)}. Take more "
-            "memory or a smaller model."
-        ) from error
+    sizes = _fitting(name, machine, bits, top_k)
     slots = slots or sizes.slots
     held = sizes.other_nbytes + slots * sizes.slot_nbytes  # may be more than fits
     memory, trace = max(machine.memory_nbytes, held), typical_trace(sizes, TOKENS)
     costs = machine.costs(sizes, held)
     found = advice.advise(sizes, memory, trace, costs, slots=[slots], policies=("lru",))
     return Forecast(f"{name}, {bits} bits", sizes, machine, found)
+
+
+def _fitting(name, machine, bits, top_k=None):
+    """The sizes of a published model; one that does not fit a machine is refused."""
+    try:
+        return named_sizes(name, machine.model_nbytes, bits, top_k)
+    except ValueError as error:
+        needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
+        if not needs:
+            raise
+        raise ValueError(
+            f"{name} does not fit: it needs {needs[1]} of memory, and gets "
+            f"{_gb(machine.model_nbytes)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
+            "memory or a smaller model."
+        ) from error
 
 
 def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
@@ -187,7 +194,7 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
     yield "twice the memory", token_s(replace(m, ram_nbytes=2 * m.ram_nbytes))
     faster = replace(m, disk_bytes_per_s=2 * m.disk_bytes_per_s)
     yield "an SSD of twice the rate", token_s(faster)
-    what = "memory of twice the rate" if m.is_mac else "twice the cores"
+    what = "memory of twice the rate" if m.is_mac else "twice the cores (if the memory keeps up)"
     yield what, token_s(replace(m, weights_bytes_per_s=2 * m.weights_bytes_per_s))
     if bits > 3:
         yield "3 bits a weight (another text)", token_s(bits=3)
@@ -205,47 +212,60 @@ def this_machine(tokens: int = 12) -> Machine:
     like, layers, experts = STAND_IN
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory(dir=_here()) as work:
         path = synthesize.synthesize(
             Path(work) / "model", like, layers, config=config, progress=False
         )
         return _measured(measure_costs(path, tokens=tokens), ModelSizes.of(path))
 
 
+def _here():
+    """The folder whose drive is measured: /tmp may be in memory, so it is not the first choice."""
+    return Path.cwd() if os.access(".", os.W_OK) else Path(tempfile.gettempdir())
+
+
+def _memory(ram=None):
+    """This machine's bytes of memory (``ram``, if given), and those that a model does not get."""
+    total = ram or psutil.virtual_memory().total
+    return total, taken_of(ram) if ram else total - memory_for_a_model()
+
+
 def _measured(costs, sizes, ram=None):
     """Measure this machine, taken to have so many bytes of memory (None: those that it has)."""
-    total = ram or psutil.virtual_memory().total
-    taken = taken_of(ram) if ram else total - memory_for_a_model()
-    return Machine.measured(costs, sizes, total, taken, mx.metal.is_available())
+    return Machine.measured(costs, sizes, *_memory(ram), mx.metal.is_available())
 
 
 def describe(
     name: str,
     ram: float | None = None,
     ssd: float | None = None,
-    chip: str | None = None,
+    chip: str | float | None = None,
     cores: int | None = None,
     bits: int = synthesize.BITS,
     prompt: int = 1000,
 ) -> str:
     """Say what to expect of a published model here or elsewhere (``ram`` GB, ``ssd`` GB/s).
 
-    ``chip`` is a Mac of ``CHIPS``; ``cores`` are those of a computer whose CPU computes. What is
-    None is this machine's, measured.
+    ``chip`` is a Mac of ``CHIPS``, or the GB/s of its memory; ``cores`` are those of a computer
+    whose CPU computes, no faster than ``chip`` GB/s. What is None is this machine's, measured.
     """
-    machine = _machine(ram, ssd, chip, cores)
+    name = one_of(CONFIGS, name, "a model folder, or ")
+    chip = one_of(CHIPS, chip) if isinstance(chip, str) else chip
+    machine = _machine(name, bits, ram, ssd, chip, cores)
     found = forecast(name, machine, bits)
     token_s = found.advice.token_s
     times = {what: token_s / changed_s for what, changed_s in changes(name, found, bits)}
     what = max(times, key=times.get)
     drafted = token_s / sum(found.with_drafts(DRAFTS, ACCEPTED).values())
     sent = []
-    if chip:
+    if isinstance(chip, str):
         mac = {"cpu": f"Apple {chip}", "gpu": f"Apple {chip}", "memory_nbytes": ram * 1e9}
         sent = of_such_a_machine(found.sizes, mac)
     elif not (ram or ssd or cores):
         sent = of_such_a_machine(found.sizes, card())
-    given = f" ({DISK_SHARE:.0%} of the {ssd:g} GB/s given)" if ssd else ""
+    of = f"{DISK_SHARE:.0%} of the {ssd:g} GB/s given" if ssd else f"the drive of {_here()}"
+    if_fast = "" if chip else ", if the memory is that fast: --chip GB/s"
+    by = f" ({cores} cores{if_fast})" if cores else ""
     more = {
         "helps most": f"{what}, {times[what]:.1f} times as fast"
         if times[what] >= WORTH
@@ -253,26 +273,34 @@ def describe(
         "with drafts": f"{DRAFTS} tokens guessed, {ACCEPTED:.0%} of them right: "
         + (f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"),
         "rates": f"{'estimated' if chip or cores else 'measured here'}: SSD "
-        f"{_gb(machine.disk_bytes_per_s)}/s{given}, page cache {_gb(machine.copy_bytes_per_s)}/s, "
-        f"weights {_gb(machine.weights_bytes_per_s)}/s, a layer {machine.layer_s * 1e3:.2f} ms, "
-        f"one that reads {machine.wait_s[0] * 1e3:.2f} ms more",
+        f"{_gb(machine.disk_bytes_per_s)}/s ({of}), page cache {_gb(machine.copy_bytes_per_s)}/s, "
+        f"weights {_gb(machine.weights_bytes_per_s)}/s{by}; each layer takes "
+        f"{machine.layer_s * 1e3:.2f} ms, and {machine.wait_s[0] * 1e3:.2f} ms more if it reads",
     }
-    if chip:
-        more["rates"] += "; no Mac was measured, they follow from what others publish"
+    if machine.is_mac and chip:
+        more["rates"] += ". No Mac was measured: the rates follow from what others publish"
     before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
     return "\n".join([*before, found.table(prompt, more)])
 
 
-def _machine(ram, ssd, chip, cores):
+def _machine(name, bits, ram, ssd, chip, cores):
     """The machine that is described, or this one with what is given in place of what it has."""
-    if chip and cores:
-        raise ValueError("plan: expected a chip or cores, got both: a GPU computes, or a CPU.")
+    if isinstance(chip, str) and cores:
+        raise ValueError(
+            "plan: expected a chip or cores, got both: a GPU computes, or a CPU. With cores, chip "
+            "takes the GB/s of their memory."
+        )
     if (chip or cores) and not (ram and ssd):
         raise ValueError("plan: a chip or cores are another machine's: give its ram and ssd, too.")
-    if chip:
-        return Machine.mac(ram * 1e9, ssd * 1e9, CHIPS[chip] * 1e9)
+    rate = CHIPS.get(chip, chip or math.inf) * 1e9
     if cores:
-        return Machine.cpu(ram * 1e9, ssd * 1e9, cores)
+        return Machine.cpu(ram * 1e9, ssd * 1e9, cores, rate)
+    if chip:
+        return Machine.mac(ram * 1e9, ssd * 1e9, rate)
+    if not mx.cuda.is_available():  # a model that does not fit is refused before measuring
+        total, taken = _memory(ram and ram * 1e9)
+        here = replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
+        _fitting(name, here, bits)
     machine = this_machine()
     if ram:
         machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
@@ -310,15 +338,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ram",
-        type=between(1),
+        type=gigabytes(1),
         metavar="GB",
         help="the machine's memory, of which the system keeps a quarter, at most 4 GB; of a "
         "Mac's a model gets at most half (default: what is available)",
     )
     parser.add_argument(
-        "--ssd", type=between(0.01), metavar="GB/s", help="the SSD's rate (default: measured)"
+        "--ssd",
+        type=gigabytes(0.01),
+        metavar="GB/s",
+        help="the rate of the SSD with the model (default: that of this folder's, measured)",
     )
-    parser.add_argument("--chip", choices=CHIPS, metavar="CHIP", help="a Mac's, such as 'M5 Pro'")
+    what = "a Mac's, such as 'M5 Pro', or the GB/s of the memory, also beside --cores"
+    parser.add_argument("--chip", type=_chip, metavar="CHIP", help=what)
     parser.add_argument("--cores", type=positive, metavar="N", help="of a machine without a GPU")
     parser.add_argument(
         "--bits",
@@ -339,7 +371,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    if args.model in CONFIGS:
+    if sys.stderr.isatty() and not (args.chip or args.cores):
+        print("moelab: this machine is measured, for 10 to 40 seconds", file=sys.stderr)
+    if args.model in CONFIGS or not (Path(args.model).is_dir() or "/" in args.model):
         given = {name: getattr(args, name) for name in ("ram", "ssd", "chip", "cores")}
         print(describe(args.model, **given, bits=args.bits, prompt=args.prompt))
         return
@@ -350,6 +384,15 @@ def run(args: argparse.Namespace) -> None:
             "folder is measured on this machine"
         )
     print(of_folder(folder(args.model), args.ram, args.prompt))
+
+
+def _chip(text):
+    """A chip's name, or a number of GB/s."""
+    try:
+        return gigabytes(1)(text)
+    except argparse.ArgumentTypeError:
+        known = name_of(CHIPS, "the GB/s of its memory, or ")
+        return known(re.sub(r"(?i)^apple\W", "", text))
 
 
 def _gb(nbytes):
