@@ -28,7 +28,8 @@ STATES_NBYTES = 256 * 2**20
 PAGE_S = 10e-6 if sys.platform == "darwin" else 60e-6
 PRESSURE_LEVEL = b"kern.memorystatus_vm_pressure_level"  # 1 normal, 2 warning, 4 critical
 # Mach's ``vm_statistics64``: its flavor, its words of 4 bytes (revision 1, which later ones begin
-# with), and the places of 8 bytes where it counts pages decompressed and compressed.
+# with), and the places of 8 bytes where it counts pages decompressed and compressed. What psutil
+# calls swapped there are files' pages.
 VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
 HALF = "at most half of a Mac's memory is filled, since one of 16 GB swapped with two thirds"
 
