@@ -1,4 +1,4 @@
-"""Sets how many of a model's slots are in use, by the memory that is free now."""
+"""Sets how many of a model's slots are in use, by the memory that is free and what is swapped."""
 
 import warnings
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LOOK_S = 0.05  # seconds between two looks at the free memory; one takes 0.2 ms
 # This much stays free: other programs may take it between two looks, and a prompt may take a little
 # more than is planned for it (without it a server of 900 MB was killed).
 RESERVE_NBYTES = BESIDE_NBYTES // 2
-# Seconds between two looks at what is swapped; one takes 0.04 ms. Where bringing pages back takes
+# Seconds between two looks at what is swapped; one takes 0.07 ms. Where bringing pages back takes
 # more than this share of the time, and as many go out again, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
 # Slots that were given back because they were swapped are tried again, an eighth of them at a time,
@@ -149,12 +149,9 @@ class Room:
             slots = min(self._most, self.slots)
             most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))
             if most < slots and (self._tried or self._most >= self._plan.slots):
-                warnings.warn(
-                    f"the system swaps this model's memory: slots {slots} -> {most} in each layer, "
-                    "and fewer while it does. Other programs took it.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                less = f"slots {slots} -> {most} in each layer, and fewer while it does."
+                less = f"the system swaps this model's memory: {less}"
+                warnings.warn(less, RuntimeWarning, stacklevel=2)
             self._rest_s *= 1 + self._tried
             self._most = self._told = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 
@@ -10,17 +11,19 @@ import mlx.core as mx
 import mlx_lm
 import psutil
 import pytest
+import swap
 from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import kernels
 from moelab.lab import limit
+from moelab.memory import PAGE_S
 from moelab.streaming import plan as plans
 from moelab.streaming.handover import FEW_TOKENS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
-from moelab.streaming.room import RESERVE_NBYTES, REST_S, WATCH_S
+from moelab.streaming.room import RESERVE_NBYTES, REST_S, SWAPPED_SHARE, WATCH_S
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -329,6 +332,40 @@ def test_a_cgroup_whose_limit_is_lowered_gets_slots_back():
     with model:
         ids = tokenizer.encode(file.read_text())[:700]
         assert greedy_logits(model, ids, 23).argmax(-1).tolist() == [*map(int, done.stdout.split())]
+
+
+def test_a_model_that_is_swapped_stops_it_by_itself():
+    """With a real swap file, and a falling limit that its figures do not show."""
+    rows, words = [], ("decode", TINY_MOE, swap.VARIANTS[0], 14, 0.1, 0.01)
+
+    def share(last):
+        """The share of some rows' time in which pages came back."""
+        return sum(r["faults"] for r in last) * PAGE_S / sum(r["decode_s"] for r in last)
+
+    try:
+        with (
+            swap.swapping(600 * MB, 600 * MB) as prepared,
+            swap.started(prepared, *words, hidden=True) as model,
+        ):
+            files = {f.name: f for f in prepared.group.iterdir()}
+            # Neither kills a process that cannot be swapped so far.
+            limit_file = files.get("memory.high") or files["memory.limit_in_bytes"]
+            used = files.get("memory.current") or files["memory.usage_in_bytes"]
+            for line in model.stdout:
+                rows.append(json.loads(line))
+                if len(rows) == 1:
+                    nbytes = int(used.read_text())
+                if rows[-1]["slots"] < rows[0]["slots"]:
+                    if share(rows[-5:]) < SWAPPED_SHARE:
+                        break
+                elif share(rows[-2:]) < SWAPPED_SHARE / 2:
+                    with suppress(OSError):  # it is busy
+                        limit_file.write_text(str(nbytes - 4 * MB))
+                        nbytes -= 4 * MB
+    except (swap.NoSwap, limit.NoLimit) as e:
+        pytest.skip(str(e))
+    assert rows, "the model did not start"
+    assert rows[-1]["slots"] < rows[0]["slots"] and share(rows[-5:]) < SWAPPED_SHARE, rows
 
 
 HOLES = """
