@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..configs import CONFIGS, one_of
+from ..memory import Most
 from ..replay.sizes import ModelSizes
 from ..streaming.config import MOST_NBYTES, StreamConfig
 from ..streaming.facts import ModelFacts
@@ -17,11 +18,14 @@ CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # as the comma
 
 
 def named_sizes(
-    name: str, memory_nbytes: float = float("inf"), bits: int = BITS, top_k: int | None = None
+    name: str, most: Most | None = None, bits: int = BITS, top_k: int | None = None
 ) -> ModelSizes:
-    """The sizes of a published model, from its configuration; it must fit with K slots."""
-    config = replace(CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
-    sizes = ModelSizes.planned(plan_of(_facts(one_of(CONFIGS, name), bits), config))
+    """The sizes of a published model, from its configuration; it must fit with K slots.
+
+    ``most`` is what a plan may fill (None: no limit).
+    """
+    config = replace(CONFIG, memory_nbytes=MOST_NBYTES)
+    sizes = ModelSizes.planned(plan_of(_facts(one_of(CONFIGS, name), bits), config, most=most))
     return replace(sizes, K=top_k or sizes.K)
 
 

@@ -13,7 +13,8 @@ from .pagecache import Replay, replay
 from .sizes import ModelSizes
 
 # Settings within this share of the fastest count as equal; the one that moves the fewest bytes is
-# taken, because reads have costs that a replay does not know.
+# taken, because reads have costs that a replay does not know. Where reads cannot go past the page
+# cache, as on a Mac, the one with the fewest slots is, because too many are a far larger cost.
 EQUAL = 0.02
 # A change that saves a smaller share of a token is not worth a second copy of the file, or the
 # risk of a wrong prefetch.
@@ -117,7 +118,7 @@ def advise(
     ways = (False, True) if costs.reads_direct and memory_nbytes < float("inf") else (False,)
     every = [Setting(n, policy, direct) for direct in ways for policy in policies for n in slots]
     settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)
-    n, policy, direct = picked = pick(settings)
+    n, policy, direct = picked = pick(settings, fewest_slots=not costs.reads_direct)
     chosen = settings[picked]
     page_hit_rate = np.nan_to_num(chosen.page_hit_rate)
     of_pages = _way(True) if direct else f"the page cache serves {page_hit_rate:.0%} of the rest"
@@ -183,11 +184,12 @@ def replay_settings(
     }
 
 
-def pick(settings: dict[Setting, Replay]) -> Setting:
-    """The fastest setting; among equals the one that copies and reads the fewest bytes."""
+def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
+    """The fastest setting; of equals that with the fewest slots, or bytes to copy and read."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
-    return min(equal, key=lambda key: equal[key].copied_per_token + equal[key].read_per_token)
+    moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}
+    return min(equal, key=lambda key: (fewest_slots and key.slots, moved[key]))
 
 
 def _way(direct):

@@ -11,7 +11,7 @@ from math import inf, isnan, nan
 
 import numpy as np
 
-from ..memory import most_for_a_model
+from ..memory import CLIFF, Most, gpu_limit, most_for_a_model
 from ..streaming.trace import Trace
 from .costs import Costs
 from .locality import Locality, synthesize
@@ -35,10 +35,8 @@ MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed wo
 # The k-th most popular expert of a layer is chosen as often as ``k ** -ZIPF``, without regard to
 # the tokens before. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
 ZIPF = 1.12
-# What the system and other programs keep, at most a quarter of the memory. A Mac lets its GPU have
-# two thirds of its memory, or three quarters of more than 36 GB, and swaps beyond at the latest.
+# What the system and other programs keep, at most a quarter of the memory.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
-GPU_SHARES = ((36e9, 2 / 3), (float("inf"), 3 / 4))
 # GB/s of a Mac's memory, as Apple states them; the larger of two where a chip has two.
 CHIPS = {
     "A18 Pro": 60,
@@ -118,9 +116,15 @@ class Machine:
         return self.ram_nbytes - self.taken_nbytes
 
     @property
-    def model_nbytes(self) -> float:
-        """Bytes that the model alone may take."""
-        return min(self.memory_nbytes, most_for_a_model(self.ram_nbytes, self.is_mac))
+    def most(self) -> Most:
+        """What a plan may fill of the memory."""
+        limit = gpu_limit(self.ram_nbytes) if self.is_mac else self.memory_nbytes
+        found = most_for_a_model(self.ram_nbytes, self.is_mac)
+        return Most(*(min(self.memory_nbytes, limit, nbytes) for nbytes in found))
+
+    def swaps(self, held_nbytes: float) -> bool:
+        """Whether a Mac probably swaps if a model's arrays take so much."""
+        return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
@@ -145,22 +149,20 @@ class Machine:
     def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
         """The costs that a replay needs, for a model whose arrays take ``held_nbytes``.
 
-        A Mac swaps beyond ``GPU_SHARES``, and drops what was used longest ago, which comes next: so
-        the backbone is read again for each token.
+        A Mac that swaps drops what was used longest ago, which comes next: all takes ``CLIFF``
+        times as long.
         """
-        share = next(share for most, share in GPU_SHARES if self.ram_nbytes <= most)
-        swaps = self.is_mac and held_nbytes > min(self.memory_nbytes, share * self.ram_nbytes)
+        slow = CLIFF if self.swaps(held_nbytes) else 1
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
         backbone_s = sizes.token_nbytes / self.weights_bytes_per_s
-        backbone_s += swaps * sizes.token_nbytes / self.disk_bytes_per_s
         return Costs(
-            fixed_s=backbone_s + sizes.layers * self.layer_s,
-            held_fixed_s=backbone_s + sizes.layers * self.held_layer_s,
-            expert_s=sizes.expert_nbytes / self.weights_bytes_per_s,
-            warm_s_per_byte=1 / self.copy_bytes_per_s,
-            cold_s_per_byte=1 / self.disk_bytes_per_s,
-            warm_call_s=self.wait_s[1],
-            cold_call_s=self.wait_s[0],
+            fixed_s=slow * (backbone_s + sizes.layers * self.layer_s),
+            held_fixed_s=slow * (backbone_s + sizes.layers * self.held_layer_s),
+            expert_s=slow * sizes.expert_nbytes / self.weights_bytes_per_s,
+            warm_s_per_byte=slow / self.copy_bytes_per_s,
+            cold_s_per_byte=slow / self.disk_bytes_per_s,
+            warm_call_s=slow * self.wait_s[1],
+            cold_call_s=slow * self.wait_s[0],
             direct_s_per_byte=past[0],
             direct_call_s=past[1],
         )

@@ -6,6 +6,7 @@ half of the memory in slots, slots and page cache hold the same experts.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
 from operator import attrgetter
@@ -14,8 +15,15 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-from ..memory import HALF, memory_in_cgroups, memory_on_gpu, most_for_a_model, return_free_memory
-from .config import SLOT_MODES, StreamConfig
+from ..memory import (
+    Most,
+    memory_in_cgroups,
+    memory_on_gpu,
+    most_for_a_model,
+    return_free_memory,
+    why_left,
+)
+from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
 from .facts import PROMPT_TOKENS, ModelFacts, leaves
 from .handover import FEW_TOKENS
 from .ranks import Ranks
@@ -153,15 +161,43 @@ def plan(
     return plan_of(ModelFacts.of(path, config, trust_remote_code), config)
 
 
-def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None) -> Plan:
-    """``plan`` for known facts and this rank's experts: the one rule for the number of slots."""
-    E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
+def plan_of(
+    facts: ModelFacts,
+    config: StreamConfig,
+    ranks: Ranks | None = None,
+    most: Most | None = None,
+) -> Plan:
+    """``plan`` for known facts and this rank's experts: the one rule for the number of slots.
+
+    ``most`` is another machine's (None: this one's, or the limit that the config gives).
+    """
     # Experts of a layer that this rank holds.
+    E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
-    least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
     return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
-    given = config.memory_nbytes
-    memory, system, why = _for_a_model() if given is None else (max(0, given), 0, "")
+    given, there = config.memory_nbytes, (0, 0)
+    if most is None:
+        most, there = (Most(*3 * (given,)), there) if given is not None else _for_a_model()
+    some, every, least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
+    try:
+        found = _plan(facts, config, held, some, there)
+    except ValueError as error:  # K slots may take more; a prompt's arrays grow a little with it
+        found, some = None, min(least, error.nbytes * 51 // 50)
+    found = found or _plan(facts, config, held, some, there)
+    if found.slots < held and every > some:
+        with suppress(ValueError):
+            whole = _plan(facts, config, held, every, there)
+            found = whole if whole.slots == held else found
+    return found
+
+
+def _plan(facts, config, held, memory, there):
+    """The plan for ``memory`` bytes; ``there`` are those available, and those beside them."""
+    E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
+    least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
+    given, system, why = config.memory_nbytes, max(0, sum(there) - memory), ""
+    if memory < there[0]:  # a Mac has more
+        why = f": {why_left(psutil.virtual_memory().total, memory + mx.get_active_memory())}"
     process = PROCESS_NBYTES
     if mx.cuda.is_available():
         process = GPU_NBYTES
@@ -183,12 +219,14 @@ def plan_of(facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None)
     left = f" ({_size(system)} more left to the system{why})" if system else ""
     free = memory - fixed - prompt
     if free < least * slot:
-        raise ValueError(
+        error = ValueError(
             f"{facts.path}: expected at least {_size(fixed + prompt + least * slot)} of memory "
             f"({listed}, {least} slots in each of {L} layers {_size(least * slot)}), got "
             f"{_size(memory)}{left}. Close other programs or raise the limit, set a shorter "
             "context or a lower top_k, or take a smaller model."
         )
+        error.nbytes = fixed + prompt + least * slot
+        raise error
     # Bytes of a prompt's memory that slots use while few tokens are computed.
     lendable = max(0, prompt - facts.few_nbytes(tokens)) if can_empty() else 0
     # Slots that stay while a prompt is computed, and slots while it decodes.
@@ -304,16 +342,15 @@ def _memory():
 
 
 def memory_for_a_model() -> int:
-    """The bytes that ``plan`` gives a model if the caller sets no limit."""
-    return _for_a_model()[0]
+    """The bytes that a model and its page cache may take if the caller sets no limit."""
+    return _memory()[0]
 
 
 def _for_a_model():
-    """The bytes that a plan fills and leaves to the system, and why if that is a Mac's half."""
+    """What a plan may fill of this machine's memory, what is available, and kept from a plan."""
     memory, kept = _memory()
-    most = most_for_a_model(psutil.virtual_memory().total) - mx.get_active_memory()
-    filled = max(0, int(min(memory, most)))
-    return (filled, kept, "") if memory <= most else (filled, kept + memory - filled, f": {HALF}")
+    total, held = psutil.virtual_memory().total, mx.get_active_memory()
+    return Most(*(min(memory, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)
 
 
 def memory_now() -> tuple[int, int]:

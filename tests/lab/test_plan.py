@@ -3,7 +3,6 @@
 import sys
 from types import SimpleNamespace
 
-import mlx.core as mx
 import planned_own
 import pytest
 from small import small
@@ -41,9 +40,9 @@ def test_a_models_sizes_follow_from_its_configuration(name):
 
 
 def test_a_forecasts_parts_are_its_token_and_a_better_machine_is_faster(capsys):
-    machine = Machine.mac(16e9, 3e9, CHIPS["M4"] * 1e9)
+    machine = Machine.mac(16 * 2**30, 3e9, CHIPS["M4"] * 1e9)
     found = plan.forecast("gpt-oss-20b", machine)
-    assert found.slots == named_sizes("gpt-oss-20b", machine.model_nbytes).slots  # the engine's
+    assert found.slots == named_sizes("gpt-oss-20b", machine.most).slots  # the engine's
     assert sum(found.parts_s.values()) == pytest.approx(found.advice.token_s, rel=0.01)
     least, most = found.prompt_s(1000)
     assert 0 < least < most and found.prompt_s(1)[0] < least
@@ -110,17 +109,46 @@ def test_names_units_and_machines_by_number(words, same, capsys, monkeypatch):
     assert said[0] == said[1]
 
 
-def test_of_a_macs_memory_at_most_half_is_filled(monkeypatch):
-    """By name and by folder."""
-    assert Machine.mac(16e9, 3e9, 68e9).model_nbytes == 8e9
-    total = plans.psutil.virtual_memory().total
+def test_what_is_left_of_a_macs_memory_grows_less_than_the_memory():
+    """Every expert in a slot is worth more risk than a few more slots."""
+    small, large = (Machine.mac(gb * 2**30, 3e9, 68e9) for gb in (16, 128))
+    assert 0.4 * small.ram_nbytes < small.most.some < 0.5 * small.ram_nbytes
+    assert 0.6 * large.ram_nbytes < large.most.some < memory.gpu_limit(large.ram_nbytes)
+    for mac in (small, large):
+        risks = [memory.swap_risk(mac.ram_nbytes, nbytes) for nbytes in mac.most]
+        assert risks == pytest.approx([memory.SOME_RISK, memory.EVERY_RISK, memory.LEAST_RISK])
+        assert mac.most == tuple(sorted(mac.most)) and not mac.swaps(mac.most.some)
+        assert mac.swaps(1.01 * mac.most.least)
+    linux = Machine.cpu(16e9, 3e9, 8)
+    assert linux.most == (linux.memory_nbytes,) * 3
+
+
+def test_a_mac_holds_every_expert_at_more_risk_and_k_of_a_layer_at_most():
+    few, whole, least = (
+        plan.forecast("qwen3.5-35b-a3b", Machine.mac(gb * 2**30, 6e9, 153e9)) for gb in (24, 32, 6)
+    )
+    taken = [f.sizes.other_nbytes + f.slots * f.sizes.slot_nbytes for f in (few, whole, least)]
+    assert few.slots < few.sizes.E and few.machine.most.some - taken[0] < few.sizes.slot_nbytes
+    assert whole.slots == whole.sizes.E and taken[1] > whole.machine.most.some
+    assert least.slots == least.sizes.K and taken[2] > least.machine.most.some
+    text = few.table(100)
+    assert "left free" in text and "0.6% of such Macs would" in text and "stays as it is" in text
+    tight = plan.forecast("qwen3.5-35b-a3b", Machine.mac(24 * 2**30, 6e9, 153e9), slots=220)
+    assert "sudo sysctl iogpu.wired_limit_mb=" in tight.table(100)
+    assert "GPU" not in plan.forecast("gpt-oss-20b", Machine.cpu(24e9, 6e9, 8)).table(100)
+
+
+def test_a_folder_follows_the_rule_on_a_mac(monkeypatch):
+    total = 3 * 10**9  # of which a plan may fill little
     monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
-    monkeypatch.setattr(plans, "_memory", lambda: (total - 10**9, 10**9))
+    monkeypatch.setattr(plans.psutil, "virtual_memory", lambda: SimpleNamespace(total=total))
+    monkeypatch.setattr(plans, "_memory", lambda: (total - 10**8, 10**8))
+    most = memory.most_for_a_model(total)
     planned = moelab.plan(TINY)
-    assert planned.memory_nbytes == total // 2 - mx.get_active_memory()
+    assert planned.memory_nbytes <= int(most.every) and planned.slots == planned.num_experts
     assert planned.memory_nbytes + planned.system_nbytes == total
-    assert memory.HALF in planned.reason
-    assert memory.HALF not in moelab.plan(TINY, memory_nbytes=10**9).reason
+    assert "of such Macs would" in planned.reason
+    assert "Macs" not in moelab.plan(TINY, memory_nbytes=10**9).reason
 
 
 def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):

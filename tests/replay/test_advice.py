@@ -20,9 +20,10 @@ def settings(memory, costs, slots):
     return advice.replay_settings(SIZES, memory, TRACE, costs, [(n, "lru") for n in slots], 100)
 
 
-def test_among_equals_it_takes_the_setting_that_moves_least():
-    slow = replace(READS, fixed_s=10.0)
-    assert advice.pick(settings(1.5e9, slow, [8, 60, 150])) == (150, "lru", False)
+def test_among_equals_it_takes_the_setting_that_moves_least_or_has_the_fewest_slots():
+    equal = settings(1.5e9, replace(READS, fixed_s=10.0), [8, 60, 150])
+    assert advice.pick(equal) == (150, "lru", False)
+    assert advice.pick(equal, fewest_slots=True) == (8, "lru", False)
 
 
 def test_it_does_not_take_the_slow_middle():
@@ -35,7 +36,7 @@ def test_it_does_not_take_the_slow_middle():
 def test_advice_says_what_and_why():
     a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
     c = a.config
-    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings) and c.prefetch == "none"
+    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True) and c.prefetch == "none"
     assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text

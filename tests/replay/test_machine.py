@@ -7,6 +7,7 @@ import pytest
 
 from moelab.lab.experiments.costs import costs_of
 from moelab.lab.records import read
+from moelab.memory import CLIFF
 from moelab.replay.machine import Machine, distinct, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.replay.sizes import ModelSizes
@@ -38,11 +39,11 @@ def test_a_faster_part_makes_a_faster_machine():
         assert speed(faster) > speed(MAC)
 
 
-def test_slots_beyond_the_gpus_share_of_the_memory_are_a_cliff():
+def test_slots_for_which_a_mac_swaps_are_a_cliff():
     small = Machine.mac(24e9, 6e9, 150e9)
-    most = SIZES.fits(2 / 3 * 24e9)
+    most = SIZES.fits(small.most.least)
     assert SIZES.K < most < SIZES.E
-    assert speed(small, most) > 1.5 * speed(small, most + 1)
+    assert speed(small, most) > 0.9 * CLIFF * speed(small, most + 1)
 
 
 @pytest.mark.parametrize("tokens", (1, 4, 100))

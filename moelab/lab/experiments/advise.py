@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from ... import StreamConfig, Trace, footprint, load
 from ...checkpoint import Checkpoint
 from ...hooks import hooked
+from ...memory import most_for_a_model
 from ...replay import advice
 from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
@@ -42,7 +44,8 @@ def advise(
     What is None is measured now (memory: what ``moelab.plan`` gives a model).
     """
     path = folder(model)
-    memory = memory_for_a_model() if memory is None else memory
+    if memory is None:
+        memory = min(memory_for_a_model(), most_for_a_model(psutil.virtual_memory().total).some)
     sizes = ModelSizes.of(path, memory)  # refuses too little memory before anything is measured
     trace = trace or typical_trace(sizes, TOKENS)
     costs = costs or measure_costs(path)

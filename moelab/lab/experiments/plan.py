@@ -21,7 +21,7 @@ import psutil
 from ... import synthesize
 from ...commands.argument_types import gigabytes, name_of, not_empty, positive
 from ...configs import CONFIGS, one_of
-from ...memory import HALF, most_for_a_model
+from ...memory import gpu_limit, most_for_a_model, why_left
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
@@ -126,19 +126,19 @@ class Forecast:
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 0.01 / speed}
         if "SSD" in parts:
             parts["SSD"] += f" (for {_gb(self.advice.chosen.read_per_token)})"
-        most = sizes.fits(machine.model_nbytes)
+        filled = sizes.other_nbytes + slots * sizes.slot_nbytes
+        most = sizes.fits(machine.most.some)
         held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
         held += ", the others are read from the SSD" if slots < sizes.E else ""
         if slots < most:
             held += f"; {most} would fit, but the page cache makes as good use of the memory"
-        elif machine.is_mac and slots < sizes.E:
-            held += f"; {HALF}"
         rows = {
             self.name: f"{_gb(sizes.checkpoint_nbytes)} on disk; each token needs "
             f"{_gb(sizes.active_nbytes)} of it",
             "in memory": held,
             "beside them": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
             "4,096 tokens and the program",
+            **(_left_free(machine, filled) if machine.is_mac else {}),
             "speed": f"{rough(speed)} tok/s; expect {range_text(speed, self.spread)}: {self.near}",
             "a token": f"{rough(1e3 / speed)} ms: " + ", ".join(map(" ".join, parts.items())),
             "most of it": self.binds,
@@ -170,14 +170,13 @@ def forecast(
 def _fitting(name, machine, bits, top_k=None):
     """The sizes of a published model, or an error if it does not fit a machine."""
     try:
-        return named_sizes(name, machine.model_nbytes, bits, top_k)
+        return named_sizes(name, machine.most, bits, top_k)
     except ValueError as error:
-        needs = re.search(r"expected at least ([\d.]+ [GM]B)", str(error))
-        if not needs:
+        if not hasattr(error, "nbytes"):
             raise
         raise ValueError(
-            f"{name} does not fit: it needs {needs[1]} of memory, and gets "
-            f"{_gb(machine.model_nbytes)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
+            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and gets "
+            f"{_gb(machine.most.least)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
             "memory or a smaller model."
         ) from error
 
@@ -288,7 +287,7 @@ def _machine(name, bits, ram, ssd, chip, cores):
     if cores:
         return Machine.cpu(ram * 1e9, ssd * 1e9, cores, rate)
     if chip:
-        return Machine.mac(ram * 1e9, ssd * 1e9, rate)
+        return Machine.mac(ram * 2**30, ssd * 1e9, rate)  # as a Mac's GB are counted
     if not mx.cuda.is_available():  # a model that does not fit is refused before measuring
         total, taken = _memory(ram and ram * 1e9)
         here = replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
@@ -302,7 +301,7 @@ def _machine(name, bits, ram, ssd, chip, cores):
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
-    memory = ram and int(min(ram - taken_of(ram), most_for_a_model(ram)))
+    memory = ram and int(min(ram - taken_of(ram), most_for_a_model(ram).some))
     # Too little memory is refused here, before anything is measured.
     chosen = choose_slots(path, StreamConfig(lazy_logits=True), memory_nbytes=memory)
     sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
@@ -333,7 +332,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=gigabytes(1),
         metavar="GB",
         help="the machine's memory, of which the system keeps a quarter, at most 4 GB; of a "
-        "Mac's a model gets at most half (default: what is available)",
+        "Mac's the plan says how much is left free (default: what is available)",
     )
     parser.add_argument(
         "--ssd",
@@ -384,6 +383,19 @@ def _chip(text):
         return gigabytes(1)(text)
     except argparse.ArgumentTypeError:
         return name_of(CHIPS, "the GB/s of its memory, or ")(text)
+
+
+def _left_free(machine, filled):
+    """What is left of a Mac's memory and why, and the limit of its GPU that goes with a plan."""
+    ram, limit = machine.ram_nbytes, gpu_limit(machine.ram_nbytes)
+    own = f"sudo sysctl iogpu.wired_limit_mb={int(filled * 1.05) >> 20}"
+    wired = f"the GPU may have {_gb(limit)} of it, enough: iogpu.wired_limit_mb stays as it is"
+    if filled > limit:
+        wired = (
+            f"the GPU may have {_gb(limit)} of it, too little: `{own}` allows more until the next "
+            "start, which is your own decision"
+        )
+    return {"left free": f"{_gb(ram - filled)}: {why_left(ram, filled)}", "GPU": wired}
 
 
 def _gb(nbytes):
