@@ -72,9 +72,9 @@ def swap_risk(ram_nbytes: float, filled_nbytes: float) -> float:
 def why_left(ram_nbytes: float, filled_nbytes: float) -> str:
     """Say why a Mac's memory is not filled further."""
     return (
-        f"fuller it may swap to its SSD, and a token then takes some {CLIFF} times as long; "
-        f"so filled, {swap_risk(ram_nbytes, filled_nbytes):.1%} of such Macs would, as others' "
-        "published speeds suggest"
+        f"a Mac that is filled further may swap; a token then takes some {CLIFF} times as long. "
+        f"Filled so far, {swap_risk(ram_nbytes, filled_nbytes):.1%} would: an estimate from few "
+        "published speeds"
     )
 
 

@@ -37,7 +37,8 @@ MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed wo
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
-# GB/s of a Mac's memory, as Apple states them; the larger of two where a chip has two.
+# GB/s of a Mac's memory, as Apple states them (M5 Ultra and M6: as others quote them); the larger
+# of two where a chip has two.
 CHIPS = {
     "A18 Pro": 60,
     "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,

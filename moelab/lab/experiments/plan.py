@@ -8,7 +8,6 @@ says what its tokens cost. Both are replayed with the slots that ``moelab.plan``
 import argparse
 import math
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -38,7 +37,7 @@ from .share import of_such_a_machine
 # How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
 # and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
-FORMULA_NEAR = "four of five sources of published speeds were that near, the worst 3.2 times off"
+FORMULA_NEAR = "four of five sources of published speeds were that near, the worst 3.3 times off"
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
 # A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
@@ -175,9 +174,8 @@ def _fitting(name, machine, bits, top_k=None):
         if not hasattr(error, "nbytes"):
             raise
         raise ValueError(
-            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and gets "
-            f"{_gb(machine.most.least)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
-            "memory or a smaller model."
+            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and this machine has "
+            f"{_gb(machine.most.least)} for it. Take more memory or a smaller model."
         ) from error
 
 
