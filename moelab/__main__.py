@@ -11,6 +11,8 @@ import signal
 import sys
 import textwrap
 
+from tqdm import tqdm
+
 INTERRUPTED = 130  # the exit status after Ctrl-C
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
@@ -64,7 +66,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         if name == given:
             command.register("action", None, _Once)
-            module = importlib.import_module(f"{__package__}.{module_name}")
+            with tqdm(desc=f"moelab {name} starts", bar_format="{desc}", leave=False, disable=None):
+                module = importlib.import_module(f"{__package__}.{module_name}")
             module.add_arguments(command)
             command.set_defaults(run=module.run, error=command.error)
     args, unknown = parser.parse_known_args(argv)

@@ -40,4 +40,4 @@ def one_of(names: Iterable[str], given: str, also: str = "") -> str:
 
 
 def _plain(name):
-    return "".join(filter(str.isalnum, name.lower()))
+    return "".join(filter(str.isalnum, name.lower())).removeprefix("apple")

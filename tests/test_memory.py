@@ -1,5 +1,7 @@
 """How much memory is left in cgroups and on a GPU, and what a server takes of it."""
 
+import ctypes
+import struct
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -79,6 +81,97 @@ def test_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     if mx.default_device() == mx.cpu:
         assert memory.memory_on_gpu() is None
+
+
+# What is swapped
+
+# What ``vm_stat`` printed on somebody's Mac of 16 GB whose memory was short.
+VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
+Pages free:                                4518.
+Pages active:                            194947.
+Pages inactive:                          191193.
+Pages speculative:                         3014.
+Pages throttled:                              0.
+Pages wired down:                        159117.
+Pages purgeable:                            630.
+"Translation faults":                 574921966.
+Pages copy-on-write:                   38671927.
+Pages zero filled:                    320571840.
+Pages reactivated:                     75978152.
+Pages purged:                          16666917.
+File-backed pages:                       141843.
+Anonymous pages:                         247311.
+Pages stored in compressor:             1022243.
+Pages occupied by compressor:            454496.
+Decompressions:                        73011127.
+Compressions:                          92304380.
+Pageins:                                7854456.
+Pageouts:                                320741.
+Swapins:                                 470789.
+Swapouts:                                929703.
+"""
+# The fields of ``vm_statistics64`` in <mach/vm_statistics.h>: 32 bits (I) or 64 (Q), and the word
+# of vm_stat for it. ``lookups`` and ``hits`` are not printed, and free pages less speculative ones.
+FIELDS = [
+    *(("I", f"Pages {w}") for w in ("free", "active", "inactive", "wired down")),
+    *(("Q", w) for w in ("Pages zero filled", "Pages reactivated", "Pageins", "Pageouts")),
+    *(("Q", w) for w in ('"Translation faults"', "Pages copy-on-write", "", "", "Pages purged")),
+    *(("I", f"Pages {w}") for w in ("purgeable", "speculative")),
+    *(("Q", w) for w in ("Decompressions", "Compressions", "Swapins", "Swapouts")),
+    *(("I", w) for w in ("Pages occupied by compressor", "Pages throttled")),
+    *(("I", w) for w in ("File-backed pages", "Anonymous pages")),
+    ("Q", "Pages stored in compressor"),
+]
+
+
+class Mac:
+    """What a Mac's C library answers, of recorded answers of ``sysctl`` and ``vm_stat``."""
+
+    def __init__(self, sysctl, vm_stat):
+        self.level = int(sysctl.rpartition(":")[2])
+        counts = dict(line.split(":") for line in vm_stat.splitlines()[1:])
+        counts = {name: int(text.strip(" .")) for name, text in counts.items()} | {"": 0}
+        kinds = "@" + "".join(kind for kind, _ in FIELDS)
+        self.statistics = struct.pack(kinds, *(counts[name] for _, name in FIELDS))
+
+    def sysctlbyname(self, name, into, nbytes, new, new_nbytes):
+        assert name == b"kern.memorystatus_vm_pressure_level" and nbytes._obj.value == 4
+        into._obj.value = self.level
+        return 0
+
+    def mach_host_self(self):
+        return 0x1803
+
+    def host_statistics64(self, host, flavor, into, words):
+        assert (host.value, flavor, words._obj.value) == (0x1803, 4, 38)  # HOST_VM_INFO64
+        ctypes.memmove(into, self.statistics, len(self.statistics))
+        return 0
+
+
+def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(monkeypatch):
+    """A normal level says None, whatever was compressed since the start."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    memory._host.cache_clear()
+    for level, swaps in ((1, False), (2, True), (4, True)):
+        mac = Mac(f"kern.memorystatus_vm_pressure_level: {level}", VM_STAT)
+        assert len(mac.statistics) == 4 * 38
+        monkeypatch.setattr(ctypes, "CDLL", lambda _, mac=mac: mac)
+        s = memory.PAGE_S
+        assert memory.swapped_s() == ((73011127 * s, 92304380 * s) if swaps else None)
+    mac.host_statistics64 = lambda *_: 5  # KERN_FAILURE
+    assert memory.swapped_s() is None
+    memory._host.cache_clear()
+
+
+def test_linux_says_what_is_in_swap():
+    status = "VmPTE:\t 1 kB\nVmSwap:\t    {} kB\nHugetlbPages:\t 0 kB\n"
+    s = memory.PAGE_S
+    assert memory._of_linux(status.format(0), 500) is None
+    assert memory._of_linux("Name:\tkernel\n", 500) is None
+    pages = 500 + 8000 * 1024 // memory.PAGESIZE
+    assert memory._of_linux(status.format(8000), 500) == (500 * s, pages * s)
+    if sys.platform == "linux":
+        assert memory.swapped_s() is None or psutil.swap_memory().total > 0
 
 
 # What a server takes of it

@@ -161,8 +161,9 @@ def machine_of(row):
     rate = float(rate[1]) * 1e9 if rate else np.inf
     if cores or row.machine in CORES:
         return Machine.cpu(ram, disk, int(cores[1]) if cores else CORES[row.machine], rate)
-    chip = one_of(CHIPS, row.machine.split(" (")[0], "a computer with its N cores, or ")
-    rate = min(rate, SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9)
+    if np.isinf(rate):
+        chip = one_of(CHIPS, row.machine.split(" (")[0], "N cores, GB/s or ")
+        rate = SLOWER.get((chip, row.ram_gb), CHIPS[chip]) * 1e9
     return Machine.mac(row.ram_gb * 2**30, disk, rate)
 
 

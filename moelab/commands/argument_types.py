@@ -39,11 +39,9 @@ def between(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 def gigabytes(least: float) -> Callable[[str], float]:
     """A type of GB or GB/s, written with the unit or without."""
-
-    def number(text):
-        return float(text.lower().removesuffix("/s").removesuffix("gb"))
-
-    return _number(number, "a number of GB", least, math.inf)
+    return _number(
+        lambda s: float(re.sub("(?i)gb?(/s)?$", "", s)), "a number of GB", least, math.inf
+    )
 
 
 positive, zero_or_more = at_least(1), at_least(0)

@@ -37,7 +37,8 @@ MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed wo
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
-# GB/s of a Mac's memory, as Apple states them; the larger of two where a chip has two.
+# GB/s of a Mac's memory, as Apple states them (M5 Ultra and M6: as others quote them); the larger
+# of two where a chip has two.
 CHIPS = {
     "A18 Pro": 60,
     "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
@@ -64,6 +65,7 @@ class Machine:
     prompt_share: float = nan
     held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: the same
     is_mac: bool = False  # whether a GPU computes, in the same memory
+    memory_binds: bool = False  # whether more cores of a CPU would not help
 
     @classmethod
     def mac(cls, ram_nbytes: float, disk_bytes_per_s: float, memory_bytes_per_s: float):
@@ -76,9 +78,10 @@ class Machine:
     def cpu(cls, ram_nbytes: float, disk_bytes_per_s: float, cores: int, memory_rate: float = inf):
         """A computer whose CPU computes, with the rates of its SSD and memory (bytes a second)."""
         disk, taken = DISK_SHARE * disk_bytes_per_s, taken_of(ram_nbytes)
-        weights = min(cores * CORE_BYTES_PER_S, memory_rate)
-        rates = weights, CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
-        return cls(ram_nbytes, taken, disk, *rates, CPU_PROMPT_SHARE)
+        most = cores * CORE_BYTES_PER_S
+        rates = min(most, memory_rate), CPU_LAYER_S, CPU_WAITS_S, CPU_COPY_BYTES_PER_S
+        binds = memory_rate < most
+        return cls(ram_nbytes, taken, disk, *rates, CPU_PROMPT_SHARE, memory_binds=binds)
 
     @classmethod
     def measured(

@@ -1,4 +1,4 @@
-"""Sets how many of a model's slots are in use, by the memory that is free now."""
+"""Sets how many of a model's slots are in use, by the memory that is free and what is swapped."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from ..memory import return_free_memory
+from ..memory import return_free_memory, swapped_s
 from .handover import FEW_TOKENS
 from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
@@ -18,6 +18,12 @@ LOOK_S = 0.05  # seconds between two looks at the free memory; one takes 0.2 ms
 # This much stays free: other programs may take it between two looks, and a prompt may take a little
 # more than is planned for it (without it a server of 900 MB was killed).
 RESERVE_NBYTES = BESIDE_NBYTES // 2
+# Seconds between two looks at what is swapped; one takes 0.07 ms. Where bringing pages back takes
+# more than this share of the time, and as many go out again, fewer slots are faster.
+WATCH_S, SWAPPED_SHARE = 0.5, 0.02
+# Slots that were given back because they were swapped are tried again, an eighth of them at a time,
+# after so many seconds without swapping, and after twice as many each time that it begins again.
+REST_S = 60.0
 # The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
 # 03 took 0.1 to 0.7.
 IN_LAYER_SHARE = 0.75
@@ -39,6 +45,11 @@ class Room:
         self._told = slots  # the slots that the last warning named
         self.tokens = 0  # the tokens of the last call, or part of one, that began
         self._look_s = 0.0  # when to look at the memory again
+        # A GPU's own memory is not swapped. Elsewhere no more than ``most`` slots are kept: fewer
+        # while pages are swapped, and all after a long rest.
+        self._is_swappable = can_empty() or mx.metal.is_available()
+        self._most, self._rest_s, self._rest_until, self._tried = slots, REST_S, 0.0, False
+        self._watch_s, self._swapped = 0.0, None
 
     def step(self, most: int) -> int:
         """The tokens of one part of a prompt: ``most``, or fewer if memory is planned for fewer."""
@@ -70,6 +81,7 @@ class Room:
         if not is_prompt and now < self._look_s and self._in_use == self.slots:
             return step
         self._look_s = now + LOOK_S
+        self._watch(now)
         slots = self.slots
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
@@ -107,7 +119,8 @@ class Room:
         """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
-        more = fitting - -(-BESIDE_NBYTES // slot_nbytes)  # so that they can stay
+        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that they can stay
+        fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         told = kept if kept > slots else self._told
         self.slots, self._told = kept, told
@@ -123,6 +136,28 @@ class Room:
             RuntimeWarning,
             stacklevel=2,
         )
+
+    def _watch(self, now):
+        """Lower the most slots that are kept while they are swapped; raise it after a long rest."""
+        if not self._is_swappable or now < self._watch_s:
+            return
+        seconds, self._watch_s = now + WATCH_S - self._watch_s, now + WATCH_S
+        before, self._swapped = self._swapped, swapped_s()
+        both = zip(before, self._swapped) if before and self._swapped else ()
+        # Pages that only come back are those of a program that goes on, as after a pause.
+        if min((b - a for a, b in both), default=0) > SWAPPED_SHARE * seconds:
+            slots = min(self._most, self.slots)
+            most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))
+            if most < slots and (self._tried or self._most >= self._plan.slots):
+                less = f"slots {slots} -> {most} in each layer, and fewer while it does."
+                less = f"the system swaps this model's memory: {less}"
+                warnings.warn(less, RuntimeWarning, stacklevel=2)
+            self._rest_s *= 1 + self._tried
+            self._most = self._told = most
+            self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
+        elif self._most < self._plan.slots and now > self._rest_until:
+            self._most, self._tried = self._most + max(1, self._most // 8), True
+            self._rest_until = now + self._rest_s
 
     def _use(self, slots):
         """Use so many slots in each layer. No layer may be computing with one."""
@@ -158,7 +193,8 @@ class Room:
         # What the prompt takes and frees in a layer, or for the logits after the last one.
         in_layer = max(IN_LAYER_SHARE * facts.token_nbytes, facts.token_logits_nbytes)
         nbytes = int(self.tokens * in_layer)
-        fitting = self._fitting(nbytes, memory_now()[0])
+        self._watch(now)
+        fitting = min(self._most, self._fitting(nbytes, memory_now()[0]))
         if fitting >= self._in_use:
             return
         self._use(max(self._least, fitting))

@@ -94,15 +94,18 @@ def test_what_cannot_be_planned_is_refused(words, code, expected, capsys, monkey
         ("gpt_oss_20b --ram 16 --ssd 3 --chip 120GB/s", "--ram 16 --ssd 3 --chip M4"),
         (
             "gpt-oss-20b --ram 16 --ssd 3 --cores 64 --chip 48",
-            "--ram 16 --ssd 3 --cores 5 --chip 48",
+            "--ram 16 --ssd 3 --cores 6 --chip 48",
         ),
     ),
 )
-def test_names_units_and_machines_by_number(words, same, capsys):
+def test_names_units_and_machines_by_number(words, same, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     said = []
     for line in (words, f"gpt-oss-20b {same}"):
         assert main(["plan", *line.split()]) == 0
-        said.append(capsys.readouterr().out.partition("rates")[0])
+        out, shown = capsys.readouterr()
+        assert shown.startswith("\rmoelab plan starts") and "measured" not in shown
+        said.append(out.partition("rates")[0])
     assert said[0] == said[1]
 
 

@@ -3,23 +3,27 @@
 import ctypes
 import json
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 
 import mlx.core as mx
 import mlx_lm
 import psutil
 import pytest
+import swap
 from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import kernels
 from moelab.lab import limit
+from moelab.memory import PAGE_S
 from moelab.streaming import plan as plans
 from moelab.streaming.handover import FEW_TOKENS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
-from moelab.streaming.room import RESERVE_NBYTES
+from moelab.streaming.room import RESERVE_NBYTES, REST_S, SWAPPED_SHARE, WATCH_S
 from moelab.streaming.session import session_of
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -220,6 +224,54 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
         assert 8 <= session.layers[0].slots.table.num_slots < 64
 
 
+@pytest.mark.parametrize("empties", [True, False])
+def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch):
+    """Down to K, said once; tried again after a rest; not where pages only come back or go out."""
+    clock, swapped = [0.0], [0.0, 0.0]
+    monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
+    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+        session, cache = session_of(model), make_prompt_cache(model)
+        kept = session.room
+        if not (can_empty() or mx.metal.is_available()):
+            pytest.skip("a GPU's own memory is not swapped")
+        room(model, 64, 900 * MB)  # by the system's figures there is enough
+
+        def slots(seconds, back, out, every=WATCH_S):
+            """The slots after so many seconds of bringing back and taking away, as shares."""
+            for _ in range(round(seconds / every)):
+                clock[0] += every
+                swapped[:] = swapped[0] + back * every, swapped[1] + out * every
+                mx.eval(model(mx.array([[5]]), cache=cache))
+            assert {layer.slots.table.num_slots for layer in session.layers} == {kept.slots}
+            return kept.slots
+
+        assert slots(5, 0.01, 0.9) == slots(5, 0.9, 0.01) == slots(5, 0.01, 0.01) == 64
+        monkeypatch.setattr("moelab.streaming.room.can_empty", lambda: empties)
+        with pytest.warns(RuntimeWarning, match="swaps this model's memory: slots 64 -> ") as said:
+            first = slots(2 * WATCH_S, 0.03, 0.03)
+            assert first == (56 if empties else 48)
+            assert slots(30, 0.03, 0.03) == session.plan.top_k == 8
+        assert len([w for w in said if w.category is RuntimeWarning]) == 1
+        assert slots(REST_S - 1, 0, 0) == 8  # a rest begins with the last time that it swapped
+        if empties and can_empty():
+            assert 8 < slots(REST_S, 0, 0) < 12
+            with pytest.warns(RuntimeWarning, match="swaps"):
+                assert slots(3, 0.03, 0.03) == 8  # the next rest is twice as long
+            assert slots(2 * REST_S - 3, 0, 0) == 8
+            assert slots(60 * REST_S, 0, 0, every=10.0) == 64
+
+
+def test_slots_that_the_user_chose_stay(monkeypatch):
+    swapped = count(1)
+    monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: (next(swapped),) * 2)
+    monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
+    monkeypatch.setattr("moelab.streaming.room.WATCH_S", 0.0)
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+        greedy_logits(model, PROMPT, 6)
+        assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody looked
+
+
 IN_A_CGROUP = """
 import json, sys, moelab, mlx_lm, numpy as np
 from moelab.streaming.session import session_of
@@ -280,6 +332,40 @@ def test_a_cgroup_whose_limit_is_lowered_gets_slots_back():
     with model:
         ids = tokenizer.encode(file.read_text())[:700]
         assert greedy_logits(model, ids, 23).argmax(-1).tolist() == [*map(int, done.stdout.split())]
+
+
+def test_a_model_that_is_swapped_stops_it_by_itself():
+    """With a real swap file, and a falling limit that its figures do not show."""
+    rows, words = [], ("decode", TINY_MOE, swap.VARIANTS[0], 14, 0.1, 0.01)
+
+    def share(last):
+        """The share of some rows' time in which pages came back."""
+        return sum(r["faults"] for r in last) * PAGE_S / sum(r["decode_s"] for r in last)
+
+    try:
+        with (
+            swap.swapping(600 * MB, 600 * MB) as prepared,
+            swap.started(prepared, *words, hidden=True) as model,
+        ):
+            files = {f.name: f for f in prepared.group.iterdir()}
+            # Neither kills a process that cannot be swapped so far.
+            limit_file = files.get("memory.high") or files["memory.limit_in_bytes"]
+            used = files.get("memory.current") or files["memory.usage_in_bytes"]
+            for line in model.stdout:
+                rows.append(json.loads(line))
+                if len(rows) == 1:
+                    nbytes = int(used.read_text())
+                if rows[-1]["slots"] < rows[0]["slots"]:
+                    if share(rows[-5:]) < SWAPPED_SHARE:
+                        break
+                elif share(rows[-2:]) < SWAPPED_SHARE / 2:
+                    with suppress(OSError):  # it is busy
+                        limit_file.write_text(str(nbytes - 4 * MB))
+                        nbytes -= 4 * MB
+    except (swap.NoSwap, limit.NoLimit) as e:
+        pytest.skip(str(e))
+    assert rows, "the model did not start"
+    assert rows[-1]["slots"] < rows[0]["slots"] and share(rows[-5:]) < SWAPPED_SHARE, rows
 
 
 HOLES = """

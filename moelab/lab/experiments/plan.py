@@ -8,7 +8,6 @@ says what its tokens cost. Both are replayed with the slots that ``moelab.plan``
 import argparse
 import math
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -38,9 +37,7 @@ from .share import of_such_a_machine
 # How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
 # and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
-FORMULA_NEAR = (
-    "four of five published sources were that near to their plan, the worst 3.3 times off"
-)
+FORMULA_NEAR = "four of five sources of published speeds were that near, the worst 3.3 times off"
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
 # A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
@@ -102,9 +99,9 @@ class Forecast:
     @property
     def binds(self) -> str:
         """The part that takes most of a token's time."""
-        parts = self.parts_s
+        parts, m = self.parts_s, self.machine
         missing_s = parts["SSD"] + parts["page cache"] + parts["waits for reads"]
-        rate = "the memory's rate" if self.machine.is_mac else "the cores"
+        rate = "the memory's rate" if m.is_mac or m.memory_binds else "the cores"
         causes = {
             "reading experts that are not in memory": missing_s,
             f"going through the weights ({rate})": parts["weights"],
@@ -125,7 +122,7 @@ class Forecast:
         """The forecast in words, a line for each thing that a user asks, and ``more`` lines."""
         sizes, slots, machine = self.sizes, self.slots, self.machine
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
-        parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 5e-5}
+        parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 0.01 / speed}
         if "SSD" in parts:
             parts["SSD"] += f" (for {_gb(self.advice.chosen.read_per_token)})"
         filled = sizes.other_nbytes + slots * sizes.slot_nbytes
@@ -170,16 +167,15 @@ def forecast(
 
 
 def _fitting(name, machine, bits, top_k=None):
-    """The sizes of a published model; one that does not fit a machine is refused."""
+    """The sizes of a published model, or an error if it does not fit a machine."""
     try:
         return named_sizes(name, machine.most, bits, top_k)
     except ValueError as error:
         if not hasattr(error, "nbytes"):
             raise
         raise ValueError(
-            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and gets "
-            f"{_gb(machine.most.least)} of the machine's {_gb(machine.ram_nbytes)}. Take more "
-            "memory or a smaller model."
+            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and this machine has "
+            f"{_gb(machine.most.least)} for it. Take more memory or a smaller model."
         ) from error
 
 
@@ -193,7 +189,7 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
     yield "twice the memory", token_s(replace(m, ram_nbytes=2 * m.ram_nbytes))
     faster = replace(m, disk_bytes_per_s=2 * m.disk_bytes_per_s)
     yield "an SSD of twice the rate", token_s(faster)
-    what = "memory of twice the rate" if m.is_mac else "twice the cores (if the memory keeps up)"
+    what = f"{'' if m.is_mac else 'cores and '}memory of twice the rate"
     yield what, token_s(replace(m, weights_bytes_per_s=2 * m.weights_bytes_per_s))
     if bits > 3:
         yield "3 bits a weight (another text)", token_s(bits=3)
@@ -212,9 +208,7 @@ def this_machine(tokens: int = 12) -> Machine:
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
     with tempfile.TemporaryDirectory(dir=_here()) as work:
-        path = synthesize.synthesize(
-            Path(work) / "model", like, layers, config=config, progress=False
-        )
+        path = synthesize.synthesize(f"{work}/model", like, layers, config=config, progress=False)
         return _measured(measure_costs(path, tokens=tokens), ModelSizes.of(path))
 
 
@@ -256,6 +250,7 @@ def describe(
     times = {what: token_s / changed_s for what, changed_s in changes(name, found, bits)}
     what = max(times, key=times.get)
     drafted = token_s / sum(found.with_drafts(DRAFTS, ACCEPTED).values())
+    gain = f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"
     sent = []
     if isinstance(chip, str):
         mac = {"cpu": f"Apple {chip}", "gpu": f"Apple {chip}", "memory_nbytes": ram * 1e9}
@@ -263,14 +258,12 @@ def describe(
     elif not (ram or ssd or cores):
         sent = of_such_a_machine(found.sizes, card())
     of = f"{DISK_SHARE:.0%} of the {ssd:g} GB/s given" if ssd else f"the drive of {_here()}"
-    if_fast = "" if chip else ", if the memory is that fast: --chip GB/s"
-    by = f" ({cores} cores{if_fast})" if cores else ""
+    by = f" ({cores} cores{'' if chip else ' and memory that fast'})" if cores else ""
     more = {
         "helps most": f"{what}, {times[what]:.1f} times as fast"
         if times[what] >= WORTH
         else "nothing by much",
-        "with drafts": f"{DRAFTS} tokens guessed, {ACCEPTED:.0%} of them right: "
-        + (f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"),
+        "with drafts": f"{gain}, if a draft guesses {DRAFTS} tokens and {ACCEPTED:.0%} are right",
         "rates": f"{'estimated' if chip or cores else 'measured here'}: SSD "
         f"{_gb(machine.disk_bytes_per_s)}/s ({of}), page cache {_gb(machine.copy_bytes_per_s)}/s, "
         f"weights {_gb(machine.weights_bytes_per_s)}/s{by}; each layer takes "
@@ -285,10 +278,7 @@ def describe(
 def _machine(name, bits, ram, ssd, chip, cores):
     """The machine that is described, or this one with what is given in place of what it has."""
     if isinstance(chip, str) and cores:
-        raise ValueError(
-            "plan: expected a chip or cores, got both: a GPU computes, or a CPU. With cores, chip "
-            "takes the GB/s of their memory."
-        )
+        raise ValueError("plan: expected a chip or cores, got both; with cores, chip is GB/s.")
     if (chip or cores) and not (ram and ssd):
         raise ValueError("plan: a chip or cores are another machine's: give its ram and ssd, too.")
     rate = CHIPS.get(chip, chip or math.inf) * 1e9
@@ -390,8 +380,7 @@ def _chip(text):
     try:
         return gigabytes(1)(text)
     except argparse.ArgumentTypeError:
-        known = name_of(CHIPS, "the GB/s of its memory, or ")
-        return known(re.sub(r"(?i)^apple\W", "", text))
+        return name_of(CHIPS, "the GB/s of its memory, or ")(text)
 
 
 def _left_free(machine, filled):
