@@ -42,6 +42,10 @@ VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # On a Mac that swaps a token takes so many times as long: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
+WHY_LEFT = (
+    "for macOS and other programs, as published speeds suggest; a Mac that is filled further may "
+    f"swap, and a token then takes some {CLIFF} times as long"
+)
 # A few slots more gain 3%, every expert in a slot at least half: so often a Mac may swap for it.
 # A model that fits with K slots alone is not refused until a Mac swaps more often than not.
 SOME_RISK, EVERY_RISK, LEAST_RISK = 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
@@ -67,15 +71,6 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
 def swap_risk(ram_nbytes: float, filled_nbytes: float) -> float:
     """How probably a Mac swaps that is filled so far."""
     return 1 - _log_need(ram_nbytes).cdf(log(max(1.0, ram_nbytes - filled_nbytes)))
-
-
-def why_left(ram_nbytes: float, filled_nbytes: float) -> str:
-    """Say why a Mac's memory is not filled further."""
-    return (
-        f"a Mac that is filled further may swap; a token then takes some {CLIFF} times as long. "
-        f"Filled so far, {swap_risk(ram_nbytes, filled_nbytes):.1%} would: an estimate from few "
-        "published speeds"
-    )
 
 
 def gpu_limit(ram_nbytes: float) -> float:

@@ -16,12 +16,12 @@ import mlx.core as mx
 import psutil
 
 from ..memory import (
+    WHY_LEFT,
     Most,
     memory_in_cgroups,
     memory_on_gpu,
     most_for_a_model,
     return_free_memory,
-    why_left,
 )
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
 from .facts import PROMPT_TOKENS, ModelFacts, leaves
@@ -197,7 +197,7 @@ def _plan(facts, config, held, memory, there):
     least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
     given, system, why = config.memory_nbytes, max(0, sum(there) - memory), ""
     if memory < there[0]:  # a Mac has more
-        why = f": {why_left(psutil.virtual_memory().total, memory + mx.get_active_memory())}"
+        why = f", {WHY_LEFT}"
     process = PROCESS_NBYTES
     if mx.cuda.is_available():
         process = GPU_NBYTES

@@ -20,7 +20,7 @@ import psutil
 from ... import synthesize
 from ...commands.argument_types import gigabytes, name_of, not_empty, positive
 from ...configs import CONFIGS, one_of
-from ...memory import gpu_limit, most_for_a_model, why_left
+from ...memory import WHY_LEFT, gpu_limit, most_for_a_model
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
@@ -393,7 +393,7 @@ def _left_free(machine, filled):
             f"the GPU may have {_gb(limit)} of it, too little: `{own}` allows more until the next "
             "start, which is your own decision"
         )
-    return {"left free": f"{_gb(ram - filled)}: {why_left(ram, filled)}", "GPU": wired}
+    return {"left free": f"{_gb(ram - filled)} {WHY_LEFT}", "GPU": wired}
 
 
 def _gb(nbytes):
