@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryDirectory
@@ -84,6 +84,8 @@ def started(prepared, *words, hidden=False):
             yield process
         finally:
             process.kill()
+            with suppress(BrokenPipeError):  # a line may be left for one that was killed
+                process.stdin.close()
 
 
 def swapped_nbytes():

@@ -21,6 +21,9 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Seconds between two looks at what is swapped; one takes 0.07 ms. Where bringing pages back takes
 # more than this share of the time, and as many go out again, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
+# A Mac's counts are of all programs and its slots do not come back, so after slots were given back
+# it is looked at only after so many seconds more: an opening browser costs a quarter, not all.
+SETTLE_S = 5.0
 # Slots that were given back because they were swapped are tried again, an eighth of them at a time,
 # after so many seconds without swapping, and after twice as many each time that it begins again.
 REST_S = 60.0
@@ -155,6 +158,7 @@ class Room:
             self._rest_s *= 1 + self._tried
             self._most = self._told = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
+            self._watch_s += 0 if can_empty() else SETTLE_S
         elif self._most < self._plan.slots and now > self._rest_until:
             self._most, self._tried = self._most + max(1, self._most // 8), True
             self._rest_until = now + self._rest_s

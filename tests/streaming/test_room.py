@@ -251,7 +251,9 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
         with pytest.warns(RuntimeWarning, match="swaps this model's memory: slots 64 -> ") as said:
             first = slots(2 * WATCH_S, 0.03, 0.03)
             assert first == (56 if empties else 48)
-            assert slots(30, 0.03, 0.03) == session.plan.top_k == 8
+            soon = slots(5, 0.03, 0.03)
+            assert soon < 40 if empties else soon == 48
+            assert slots(60, 0.03, 0.03) == session.plan.top_k == 8
         assert len([w for w in said if w.category is RuntimeWarning]) == 1
         assert slots(REST_S - 1, 0, 0) == 8  # a rest begins with the last time that it swapped
         if empties and can_empty():
@@ -334,38 +336,38 @@ def test_a_cgroup_whose_limit_is_lowered_gets_slots_back():
         assert greedy_logits(model, ids, 23).argmax(-1).tolist() == [*map(int, done.stdout.split())]
 
 
-def test_a_model_that_is_swapped_stops_it_by_itself():
-    """With a real swap file, and a falling limit that its figures do not show."""
-    rows, words = [], ("decode", TINY_MOE, swap.VARIANTS[0], 14, 0.1, 0.01)
+def test_a_model_that_is_swapped_gives_slots_back():
+    """With a real swap file, a program that takes memory, and figures that say there is enough.
 
-    def share(last):
-        """The share of some rows' time in which pages came back."""
-        return sum(r["faults"] for r in last) * PAGE_S / sum(r["decode_s"] for r in last)
-
+    That this ends the swapping is in the record cpu_swap_35b: in so small a group the system may
+    kill the model before.
+    """
+    rows = []
     try:
         with (
-            swap.swapping(600 * MB, 600 * MB) as prepared,
-            swap.started(prepared, *words, hidden=True) as model,
+            swap.swapping(600 * MB, 900 * MB) as prepared,
+            swap.started(
+                prepared, "decode", TINY_MOE, swap.VARIANTS[0], 14, 0.25, hidden=True
+            ) as model,
+            swap.started(prepared, "take", 10 * MB) as other,
         ):
-            files = {f.name: f for f in prepared.group.iterdir()}
-            # Neither kills a process that cannot be swapped so far.
-            limit_file = files.get("memory.high") or files["memory.limit_in_bytes"]
-            used = files.get("memory.current") or files["memory.usage_in_bytes"]
             for line in model.stdout:
                 rows.append(json.loads(line))
                 if len(rows) == 1:
-                    nbytes = int(used.read_text())
+                    names = map(
+                        prepared.group.joinpath, ("memory.current", "memory.usage_in_bytes")
+                    )
+                    prepared.move(int(next(n for n in names if n.exists()).read_text()))
                 if rows[-1]["slots"] < rows[0]["slots"]:
-                    if share(rows[-5:]) < SWAPPED_SHARE:
-                        break
-                elif share(rows[-2:]) < SWAPPED_SHARE / 2:
-                    with suppress(OSError):  # it is busy
-                        limit_file.write_text(str(nbytes - 4 * MB))
-                        nbytes -= 4 * MB
+                    return
+                if rows[-1]["faults"] * PAGE_S < SWAPPED_SHARE * rows[-1]["decode_s"]:
+                    with suppress(BrokenPipeError):
+                        other.stdin.write("more\n")
+            if model.wait() < 0 or other.poll() is not None:
+                pytest.skip("the system killed a program before the model was swapped for long")
     except (swap.NoSwap, limit.NoLimit) as e:
         pytest.skip(str(e))
-    assert rows, "the model did not start"
-    assert rows[-1]["slots"] < rows[0]["slots"] and share(rows[-5:]) < SWAPPED_SHARE, rows
+    raise AssertionError(f"no slot was given back: {rows}")
 
 
 HOLES = """
