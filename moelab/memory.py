@@ -43,8 +43,8 @@ NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # On a Mac that swaps a token takes so many times as long: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
 WHY_LEFT = (
-    "for macOS and other programs, as published speeds suggest; a Mac that is filled further may "
-    f"swap, and a token then takes some {CLIFF} times as long"
+    "for macOS and other programs; a fuller Mac may swap, and a token then takes some "
+    f"{CLIFF} times as long, by published speeds"
 )
 # A few slots more gain 3%, every expert in a slot at least half: so often a Mac may swap for it.
 # A model that fits with K slots alone is not refused until a Mac swaps more often than not.

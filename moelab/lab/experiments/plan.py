@@ -37,7 +37,7 @@ from .share import of_such_a_machine
 # How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
 # and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
-FORMULA_NEAR = "four of five sources of published speeds were that near, the worst 3.3 times off"
+FORMULA_NEAR = "four of five published sources lie so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
 # A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
@@ -142,7 +142,7 @@ class Forecast:
             "a token": f"{rough(1e3 / speed)} ms: " + ", ".join(map(" ".join, parts.items())),
             "most of it": self.binds,
             "first token": f"after {rough(first_s)} to {rough(last_s)} s, for a prompt of {prompt} "
-            "tokens and with nothing of the model in memory before",
+            "tokens and with none of the model in memory yet",
             **more,
         }
         width = max(map(len, rows))
@@ -174,8 +174,9 @@ def _fitting(name, machine, bits, top_k=None):
         if not hasattr(error, "nbytes"):
             raise
         raise ValueError(
-            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory, and this machine has "
-            f"{_gb(machine.most.least)} for it. Take more memory or a smaller model."
+            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory with its experts on the "
+            f"SSD, and this machine has {_gb(machine.most.least)} for it. Take a machine with more "
+            "memory or a smaller model."
         ) from error
 
 
@@ -192,9 +193,9 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
     what = f"{'' if m.is_mac else 'cores and '}memory of twice the rate"
     yield what, token_s(replace(m, weights_bytes_per_s=2 * m.weights_bytes_per_s))
     if bits > 3:
-        yield "3 bits a weight (another text)", token_s(bits=3)
+        yield "3 bits a weight (answers change)", token_s(bits=3)
     if top_k > 4:
-        yield f"top-k {top_k - 2} for {top_k} (another text)", token_s(top_k=top_k - 2)
+        yield f"top-k {top_k - 2} for {top_k} (answers change)", token_s(top_k=top_k - 2)
 
 
 def this_machine(tokens: int = 12) -> Machine:
@@ -260,14 +261,14 @@ def describe(
     of = f"{DISK_SHARE:.0%} of the {ssd:g} GB/s given" if ssd else f"the drive of {_here()}"
     by = f" ({cores} cores{'' if chip else ' and memory that fast'})" if cores else ""
     more = {
-        "helps most": f"{what}, {times[what]:.1f} times as fast"
+        "helps most": f"{what}: {times[what]:.1f} times as fast"
         if times[what] >= WORTH
         else "nothing by much",
         "with drafts": f"{gain}, if a draft guesses {DRAFTS} tokens and {ACCEPTED:.0%} are right",
         "rates": f"{'estimated' if chip or cores else 'measured here'}: SSD "
         f"{_gb(machine.disk_bytes_per_s)}/s ({of}), page cache {_gb(machine.copy_bytes_per_s)}/s, "
         f"weights {_gb(machine.weights_bytes_per_s)}/s{by}; each layer takes "
-        f"{machine.layer_s * 1e3:.2f} ms, and {machine.wait_s[0] * 1e3:.2f} ms more if it reads",
+        f"{machine.layer_s * 1e3:.2f} ms, reading adds {machine.wait_s[0] * 1e3:.2f} ms",
     }
     if machine.is_mac and chip:
         more["rates"] += ". No Mac was measured: the rates follow from what others publish"
@@ -387,10 +388,10 @@ def _left_free(machine, filled):
     """What is left of a Mac's memory and why, and the limit of its GPU that goes with a plan."""
     ram, limit = machine.ram_nbytes, gpu_limit(machine.ram_nbytes)
     own = f"sudo sysctl iogpu.wired_limit_mb={int(filled * 1.05) >> 20}"
-    wired = f"the GPU may have {_gb(limit)} of it, enough: iogpu.wired_limit_mb stays as it is"
+    wired = f"it may use {_gb(limit)}, which is enough: iogpu.wired_limit_mb stays as it is"
     if filled > limit:
         wired = (
-            f"the GPU may have {_gb(limit)} of it, too little: `{own}` allows more until the next "
+            f"it may use {_gb(limit)}, which is too little: `{own}` allows more until the next "
             "start, which is your own decision"
         )
     return {"left free": f"{_gb(ram - filled)} {WHY_LEFT}", "GPU": wired}
