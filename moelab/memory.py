@@ -46,8 +46,8 @@ WHY_LEFT = (
     "for macOS and other programs; a fuller Mac may swap, and a token then takes some "
     f"{CLIFF} times as long, by published speeds"
 )
-# A few slots more gain 3%, every expert in a slot at least half: so often a Mac may swap for it.
-# A model that fits with K slots alone is not refused until a Mac swaps more often than not.
+# How often a Mac may swap: a few slots more gain 3%, and every expert in a slot at least half. If
+# only K slots in each layer fit, a model is refused only where a Mac swaps more often than not.
 SOME_RISK, EVERY_RISK, LEAST_RISK = 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 
 
@@ -141,7 +141,8 @@ def swapped_s() -> tuple[float, float] | None:
     """Seconds so far to bring pages back from swap, and as many for each page that went there.
 
     Linux: this process's pages, and its code that is read again; None if no page is in swap. Mac:
-    all programs' pages in the compressor, behind which is the swap; None if memory is not short.
+    the pages that all programs have in the memory compressor, from which macOS swaps; None while
+    memory is not short.
     """
     if sys.platform == "darwin":
         return _of_mac(ctypes.CDLL(None))

@@ -224,7 +224,7 @@ SAME += ["prompt_tokens", "context"]
 
 
 def settings(groups=None):
-    """Each setting of a source that measured several with one machine, model and method.
+    """Settings that one source measured with the same machine, model and method: a row for each.
 
     ``groups`` are those of the sources (None: all). ``best_over`` is the speed of the fastest over
     this one's. ``planned`` is the one nearest to the plan's slots, ``planned_before`` to those of a

@@ -61,6 +61,14 @@ FEW = "few (the page cache holds more experts in the rest)"
 NEARLY_ALL = "nearly all of the memory (half of it would be slowest)"
 
 
+class DoesNotFit(ValueError):
+    """A model needs ``nbytes`` of memory with K slots in each layer, more than it may take."""
+
+    def __init__(self, message: str, nbytes: int):
+        super().__init__(message)
+        self.nbytes = nbytes
+
+
 @dataclass(frozen=True)
 class Plan:
     """How many slots ``StreamConfig(slots="auto")`` takes, and why.
@@ -181,11 +189,11 @@ def plan_of(
     some, every, least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     try:
         found = _plan(facts, config, held, some, there)
-    except ValueError as error:  # K slots may take more; a prompt's arrays grow a little with it
+    except DoesNotFit as error:  # K slots may take more; a prompt's arrays grow a little with it
         found, some = None, min(least, error.nbytes * 51 // 50)
     found = found or _plan(facts, config, held, some, there)
     if found.slots < held and every > some:
-        with suppress(ValueError):
+        with suppress(DoesNotFit):
             whole = _plan(facts, config, held, every, there)
             found = whole if whole.slots == held else found
     return found
@@ -219,14 +227,13 @@ def _plan(facts, config, held, memory, there):
     left = f" ({_size(system)} more left to the system{why})" if system else ""
     free = memory - fixed - prompt
     if free < least * slot:
-        error = ValueError(
+        raise DoesNotFit(
             f"{facts.path}: expected at least {_size(fixed + prompt + least * slot)} of memory "
             f"({listed}, {least} slots in each of {L} layers {_size(least * slot)}), got "
             f"{_size(memory)}{left}. Close other programs or raise the limit, set a shorter "
-            "context or a lower top_k, or take a smaller model."
+            "context or a lower top_k, or take a smaller model.",
+            fixed + prompt + least * slot,
         )
-        error.nbytes = fixed + prompt + least * slot
-        raise error
     # Bytes of a prompt's memory that slots use while few tokens are computed.
     lendable = max(0, prompt - facts.few_nbytes(tokens)) if can_empty() else 0
     # Slots that stay while a prompt is computed, and slots while it decodes.
@@ -347,7 +354,7 @@ def memory_for_a_model() -> int:
 
 
 def _for_a_model():
-    """What a plan may fill of this machine's memory, what is available, and kept from a plan."""
+    """What a plan may fill here; the bytes that are available, and those kept for the system."""
     memory, kept = _memory()
     total, held = psutil.virtual_memory().total, mx.get_active_memory()
     return Most(*(min(memory, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)

@@ -21,8 +21,8 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Seconds between two looks at what is swapped; one takes 0.07 ms. Where bringing pages back takes
 # more than this share of the time, and as many go out again, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
-# A Mac's counts are of all programs and its slots do not come back, so after slots were given back
-# it is looked at only after so many seconds more: an opening browser costs a quarter, not all.
+# A Mac counts the pages of all programs, and slots that were given back there stay away. So the
+# watch waits so many seconds more each time: a browser that opens costs a quarter of the slots.
 SETTLE_S = 5.0
 # Slots that were given back because they were swapped are tried again, an eighth of them at a time,
 # after so many seconds without swapping, and after twice as many each time that it begins again.

@@ -26,7 +26,7 @@ from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.config import StreamConfig
-from ...streaming.plan import memory_for_a_model
+from ...streaming.plan import DoesNotFit, memory_for_a_model
 from ...streaming.plan import plan as choose_slots
 from ..machine import card
 from ..models import folder, named_sizes
@@ -167,12 +167,10 @@ def forecast(
 
 
 def _fitting(name, machine, bits, top_k=None):
-    """The sizes of a published model, or an error if it does not fit a machine."""
+    """The sizes of a published model; an error if it needs more memory than a machine has."""
     try:
         return named_sizes(name, machine.most, bits, top_k)
-    except ValueError as error:
-        if not hasattr(error, "nbytes"):
-            raise
+    except DoesNotFit as error:
         raise ValueError(
             f"{name} does not fit: it needs {_gb(error.nbytes)} of memory with its experts on the "
             f"SSD, and this machine has {_gb(machine.most.least)} for it. Take a machine with more "
@@ -205,12 +203,19 @@ def this_machine(tokens: int = 12) -> Machine:
             "plan: expected a CPU or a Mac, got a CUDA GPU, whose own memory a plan by name does "
             "not know. Give a model folder, or another machine with --ram, --ssd and --cores."
         )
+    _say_measuring()
     like, layers, experts = STAND_IN
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
     with tempfile.TemporaryDirectory(dir=_here()) as work:
         path = synthesize.synthesize(f"{work}/model", like, layers, config=config, progress=False)
         return _measured(measure_costs(path, tokens=tokens), ModelSizes.of(path))
+
+
+def _say_measuring():
+    """Say on a terminal why nothing more comes for a while."""
+    if sys.stderr.isatty():
+        print("moelab: this machine is measured, for 10 to 40 seconds", file=sys.stderr)
 
 
 def _here():
@@ -304,6 +309,7 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     # Too little memory is refused here, before anything is measured.
     chosen = choose_slots(path, StreamConfig(lazy_logits=True), memory_nbytes=memory)
     sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
+    _say_measuring()
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
     best = advise(path, memory, trace, costs)
     planned = advice.advise(sizes, memory, trace, costs, slots=[sizes.slots], policies=("lrfu",))
@@ -361,8 +367,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    if sys.stderr.isatty() and not (args.chip or args.cores):
-        print("moelab: this machine is measured, for 10 to 40 seconds", file=sys.stderr)
     if args.model in CONFIGS or not (Path(args.model).is_dir() or "/" in args.model):
         given = {name: getattr(args, name) for name in ("ram", "ssd", "chip", "cores")}
         print(describe(args.model, **given, bits=args.bits, prompt=args.prompt))
