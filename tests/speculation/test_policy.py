@@ -92,6 +92,7 @@ worlds = st.builds(
 @FEW
 @given(worlds, st.sampled_from([128, 300, 1000]), st.booleans())
 @example(World(0.0, 1.0, 1.0, 0.5), 128, True)
+@example(World(0.94, 0.09, 0.25, 0.41, fixed=0.41, saturation=25, seed=7), 128, True)
 @example(World(0.9, 0.9, 0.0, 0.1), 300, True)  # a CPU: every position costs what a token costs
 def test_it_never_costs_more_than_three_percent(world, num_tokens, prompt_known):
     policy = Policy()
