@@ -296,7 +296,7 @@ def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed():
         refused, few = (limit.run(argv, nbytes) for nbytes in (150 * MB, 250 * MB))
     except limit.NoLimit as e:
         pytest.skip(str(e))
-    assert not refused.killed and refused.returncode == 1 and "ValueError" in refused.stderr
+    assert not refused.killed and refused.returncode == 1 and "DoesNotFit: " in refused.stderr
     assert "expected at least 1" in refused.stderr.splitlines()[-1]
     assert not few.killed and few.returncode == 0 and "memory is short" in few.stderr, few.stderr
     planned, reason, few_text, slots = json.loads(few.stdout.splitlines()[-1])
