@@ -46,14 +46,18 @@ WHY_LEFT = (
     "for macOS and other programs; a fuller Mac may swap, and a token then takes some "
     f"{CLIFF} times as long, by published speeds"
 )
-# How often a Mac may swap: a few slots more gain 3%, and every expert in a slot at least half. If
-# only K slots in each layer fit, a model is refused only where a Mac swaps more often than not.
-SOME_RISK, EVERY_RISK, LEAST_RISK = 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
+# How often a Mac may swap: what a few more slots gain, over what swapping costs. They gain 3%, or
+# 0.5% where fewer than a third of the experts fit (data/results/cpu_planned_macs.json); every
+# expert in a slot gains at least half. If only K slots in each layer fit, a model is refused only
+# where a Mac swaps more often than not.
+RISKS = 0.005 / (CLIFF - 1), 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
+FEW_SHARE = 1 / 3
 
 
 class Most(NamedTuple):
-    """Bytes that a plan may fill: with some experts in slots, with every one, with K of a layer."""
+    """Bytes that a plan may fill: with few experts in slots, some, every one, only K of a layer."""
 
+    few: float
     some: float
     every: float
     least: float
@@ -63,9 +67,8 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
     """What a plan may fill of a machine's memory (``is_mac``: None for this machine)."""
     is_mac = sys.platform == "darwin" if is_mac is None else is_mac
     if not is_mac:
-        return Most(*3 * (float("inf"),))
-    risks = SOME_RISK, EVERY_RISK, LEAST_RISK
-    return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in risks))
+        return Most(*4 * (float("inf"),))
+    return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS))
 
 
 def swap_risk(ram_nbytes: float, filled_nbytes: float) -> float:

@@ -260,7 +260,7 @@ def settings(groups=None):
 
 def half(ram_gb):
     """What a plan filled of a Mac before it weighed the risk: half of its memory."""
-    return Most(*3 * (ram_gb * 1e9 / 2,))
+    return Most(*4 * (ram_gb * 1e9 / 2,))
 
 
 def slots_of(row, most):
@@ -300,13 +300,15 @@ PLANNED += "qwen3.5-122b-a10b", "glm-5"
 def macs():
     """Slots and speeds of plans for Macs, and of plans that fill half (before) or the most.
 
-    ``at_risk_`` is a plan with which a Mac swaps every other time; its speed is without swapping.
+    ``some_`` takes few experts to be worth as much risk as some. ``at_risk_`` is a plan with which
+    a Mac swaps every other time; its speed is without swapping.
     """
     found = []
     for ram, chip, ssd in MACS:
         machine = Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)
-        edge = Most(*3 * machine.most[2:])
-        tries = {"": machine.most, "before_": half(ram), "at_risk_": edge}
+        edge = Most(*4 * machine.most[3:])
+        tries = {"": machine.most, "some_": machine.most._replace(few=machine.most.some)}
+        tries |= {"before_": half(ram), "at_risk_": edge}
         for name in PLANNED:
             row = {"variant": f"{chip}, {ram} GB", "model": name}
             for which, most in tries.items():

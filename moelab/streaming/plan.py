@@ -16,6 +16,7 @@ import mlx.core as mx
 import psutil
 
 from ..memory import (
+    FEW_SHARE,
     WHY_LEFT,
     Most,
     memory_in_cgroups,
@@ -185,13 +186,16 @@ def plan_of(
     return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
     given, there = config.memory_nbytes, (0, 0)
     if most is None:
-        most, there = (Most(*3 * (given,)), there) if given is not None else _for_a_model()
-    some, every, least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
+        most, there = (Most(*4 * (given,)), there) if given is not None else _for_a_model()
+    few, some, every, least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     try:
         found = _plan(facts, config, held, some, there)
     except DoesNotFit as error:  # K slots may take more; a prompt's arrays grow a little with it
         found, some = None, min(least, error.nbytes * 51 // 50)
     found = found or _plan(facts, config, held, some, there)
+    if found.slots < held * FEW_SHARE and few < some:
+        with suppress(DoesNotFit):
+            found = _plan(facts, config, held, few, there)
     if found.slots < held and every > some:
         with suppress(DoesNotFit):
             whole = _plan(facts, config, held, every, there)

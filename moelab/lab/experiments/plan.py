@@ -70,9 +70,9 @@ class Forecast:
         return {
             "SSD": ssd_s,
             "page cache": copies_s,
-            "waits for reads": waits_s,
-            "weights": chosen.parts_s["fixed"] - layers_s + chosen.parts_s["experts"],
-            "layers": layers_s,
+            "starting reads": waits_s,
+            "arithmetic": chosen.parts_s["fixed"] - layers_s + chosen.parts_s["experts"],
+            "fixed time of layers": layers_s,
         }
 
     def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
@@ -90,9 +90,9 @@ class Forecast:
         per_pass = {
             "SSD": read * parts["SSD"],
             "page cache": read * parts["page cache"],
-            "waits for reads": min(read * parts["waits for reads"], most_s),
-            "weights": max(parts["weights"], nbytes / machine.weights_bytes_per_s),
-            "layers": parts["layers"],
+            "starting reads": min(read * parts["starting reads"], most_s),
+            "arithmetic": max(parts["arithmetic"], nbytes / machine.weights_bytes_per_s),
+            "fixed time of layers": parts["fixed time of layers"],
         }
         return {name: seconds / tau for name, seconds in per_pass.items()}
 
@@ -100,12 +100,12 @@ class Forecast:
     def binds(self) -> str:
         """The part that takes most of a token's time."""
         parts, m = self.parts_s, self.machine
-        missing_s = parts["SSD"] + parts["page cache"] + parts["waits for reads"]
+        missing_s = parts["SSD"] + parts["page cache"] + parts["starting reads"]
         rate = "the memory's rate" if m.is_mac or m.memory_binds else "the cores"
         causes = {
             "reading experts that are not in memory": missing_s,
-            f"going through the weights ({rate})": parts["weights"],
-            "the layers themselves (a fixed time each)": parts["layers"],
+            f"going through the weights ({rate})": parts["arithmetic"],
+            "the layers themselves (a fixed time each)": parts["fixed time of layers"],
         }
         return max(causes, key=causes.get)
 
@@ -130,7 +130,7 @@ class Forecast:
         held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
         held += ", the others are read from the SSD" if slots < sizes.E else ""
         if slots < most:
-            held += f"; {most} would fit, but the page cache makes as good use of the memory"
+            held += f"; {most} would fit and be hardly faster"
         rows = {
             self.name: f"{_gb(sizes.checkpoint_nbytes)} on disk; each token needs "
             f"{_gb(sizes.active_nbytes)} of it",
@@ -269,7 +269,8 @@ def describe(
         "helps most": f"{what}: {times[what]:.1f} times as fast"
         if times[what] >= WORTH
         else "nothing by much",
-        "with drafts": f"{gain}, if a draft guesses {DRAFTS} tokens and {ACCEPTED:.0%} are right",
+        "with drafts": f"{gain}, with a draft model that guesses {DRAFTS} tokens ahead, "
+        f"{ACCEPTED:.0%} of them rightly",
         "rates": f"{'estimated' if chip or cores else 'measured here'}: SSD "
         f"{_gb(machine.disk_bytes_per_s)}/s ({of}), page cache {_gb(machine.copy_bytes_per_s)}/s, "
         f"weights {_gb(machine.weights_bytes_per_s)}/s{by}; each layer takes "
@@ -398,7 +399,7 @@ def _left_free(machine, filled):
             f"it may use {_gb(limit)}, which is too little: `{own}` allows more until the next "
             "start, which is your own decision"
         )
-    return {"left free": f"{_gb(ram - filled)} {WHY_LEFT}", "GPU": wired}
+    return {"left free": f"{_gb(ram - filled)} of {_gb(ram)} {WHY_LEFT}", "GPU": wired}
 
 
 def _gb(nbytes):
