@@ -43,8 +43,8 @@ NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # On a Mac that swaps a token takes so many times as long: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
 WHY_LEFT = (
-    "for macOS and other programs; a fuller Mac may swap, and a token then takes some "
-    f"{CLIFF} times as long, by published speeds"
+    "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
+    f"takes some {CLIFF} times as long, by published speeds"
 )
 # How often a Mac may swap: what a few more slots gain, over what swapping costs. They gain 3%, or
 # 0.5% where fewer than a third of the experts fit (data/results/cpu_planned_macs.json); every

@@ -49,15 +49,15 @@ def test_a_forecasts_parts_are_its_token_and_a_better_machine_is_faster(capsys):
     changed = dict(plan.changes("gpt-oss-20b", found, 4))
     assert max(changed.values()) <= 1.02 * found.advice.token_s
     assert main(["plan", "gpt-oss-20b", "--ram", "16", "--ssd", "3", "--chip", "M4"]) == 0
-    assert f"{plan.rough(1 / found.advice.token_s)} tok/s; expect" in capsys.readouterr().out
+    assert f"{plan.rough(1 / found.advice.token_s)} tok/s, likely" in capsys.readouterr().out
 
 
 def test_a_draft_saves_waits_and_arithmetic_and_reads_more():
     found = plan.forecast("gpt-oss-120b", Machine.mac(32e9, 6e9, 150e9))
     alone, right, wrong = found.parts_s, found.with_drafts(3, 1.0), found.with_drafts(3, 0.0)
     # All right: each token reads as much as before, and goes through the layers a fourth as often.
-    assert (right["SSD"], right["fixed time of layers"]) == pytest.approx(
-        (alone["SSD"], alone["fixed time of layers"] / 4)
+    assert (right["SSD"], right["layer overhead"]) == pytest.approx(
+        (alone["SSD"], alone["layer overhead"] / 4)
     )
     assert alone["arithmetic"] / 4 < right["arithmetic"] < alone["arithmetic"]
     # All wrong: a pass gives one token and reads a draft's experts for nothing.
@@ -75,8 +75,8 @@ def test_a_draft_saves_waits_and_arithmetic_and_reads_more():
         ("gpt-oss-20b --chip m2po --ram 1 --ssd 1", 2, "or M2 Pro or"),
         ("gpt-oss-20b --ram 1TB --ssd 1", 2, "a number of GB of at least 1, got '1TB'"),
         ("Qwen3.5-35b", 1, "expected a model folder, or qwen3.5-35b-a3b or "),
-        ("kimi-k3 --ram 8 --ssd 1 --cores 4", 1, "kimi-k3 does not fit: it needs"),
-        ("Kimi-K3 --ram 8", 1, "kimi-k3 does not fit: it needs"),
+        ("kimi-k3 --ram 8 --ssd 1 --cores 4", 1, "kimi-k3 does not fit: even"),
+        ("Kimi-K3 --ram 8", 1, "kimi-k3 does not fit: even"),
     ),
 )
 def test_what_cannot_be_planned_is_refused(words, code, expected, capsys, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_mac_is_filled_by_what_slots_are_worth():
     taken = [f.sizes.other_nbytes + f.slots * f.sizes.slot_nbytes for f in (whole, least)]
     assert whole.slots == whole.sizes.E and taken[0] > whole.machine.most.some
     assert least.slots == least.sizes.K and taken[1] > least.machine.most.some
-    assert "would fit and be hardly faster" in few.table(100)
+    assert "would fit and gain little" in few.table(100)
     text = some.table(100)
     assert "left free" in text and "times as long" in text and "stays as it is" in text
     tight = plan.forecast("qwen3.5-35b-a3b", Machine.mac(24 * 2**30, 6e9, 153e9), slots=220)

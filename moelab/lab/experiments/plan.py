@@ -37,7 +37,7 @@ from .share import of_such_a_machine
 # How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
 # and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
-FORMULA_NEAR = "four of five published sources lie so near to their plan, the worst 3.3 times off"
+FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
 # A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
@@ -70,9 +70,9 @@ class Forecast:
         return {
             "SSD": ssd_s,
             "page cache": copies_s,
-            "starting reads": waits_s,
+            "read latency": waits_s,
             "arithmetic": chosen.parts_s["fixed"] - layers_s + chosen.parts_s["experts"],
-            "fixed time of layers": layers_s,
+            "layer overhead": layers_s,
         }
 
     def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
@@ -90,9 +90,9 @@ class Forecast:
         per_pass = {
             "SSD": read * parts["SSD"],
             "page cache": read * parts["page cache"],
-            "starting reads": min(read * parts["starting reads"], most_s),
+            "read latency": min(read * parts["read latency"], most_s),
             "arithmetic": max(parts["arithmetic"], nbytes / machine.weights_bytes_per_s),
-            "fixed time of layers": parts["fixed time of layers"],
+            "layer overhead": parts["layer overhead"],
         }
         return {name: seconds / tau for name, seconds in per_pass.items()}
 
@@ -100,12 +100,12 @@ class Forecast:
     def binds(self) -> str:
         """The part that takes most of a token's time."""
         parts, m = self.parts_s, self.machine
-        missing_s = parts["SSD"] + parts["page cache"] + parts["starting reads"]
+        missing_s = parts["SSD"] + parts["page cache"] + parts["read latency"]
         rate = "the memory's rate" if m.is_mac or m.memory_binds else "the cores"
         causes = {
             "reading experts that are not in memory": missing_s,
             f"going through the weights ({rate})": parts["arithmetic"],
-            "the layers themselves (a fixed time each)": parts["fixed time of layers"],
+            "the layers themselves (a fixed time each)": parts["layer overhead"],
         }
         return max(causes, key=causes.get)
 
@@ -124,23 +124,23 @@ class Forecast:
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 0.01 / speed}
         if "SSD" in parts:
-            parts["SSD"] += f" (for {_gb(self.advice.chosen.read_per_token)})"
+            parts["SSD"] += f" ({_gb(self.advice.chosen.read_per_token)})"
         filled = sizes.other_nbytes + slots * sizes.slot_nbytes
         most = sizes.fits(machine.most.some)
-        held = f"{slots} of {sizes.E} experts of each layer ({_gb(slots * sizes.slot_nbytes)})"
-        held += ", the others are read from the SSD" if slots < sizes.E else ""
+        held = f"{slots} of each layer's {sizes.E} experts ({_gb(slots * sizes.slot_nbytes)})"
+        held += ", the others stay on the SSD" if slots < sizes.E else ""
         if slots < most:
-            held += f"; {most} would fit and be hardly faster"
+            held += f"; {most} would fit and gain little"
         rows = {
             self.name: f"{_gb(sizes.checkpoint_nbytes)} on disk; each token needs "
             f"{_gb(sizes.active_nbytes)} of it",
             "in memory": held,
-            "beside them": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
+            "also there": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
             "4,096 tokens and the program",
             **(_left_free(machine, filled) if machine.is_mac else {}),
-            "speed": f"{rough(speed)} tok/s; expect {range_text(speed, self.spread)}: {self.near}",
+            "speed": f"{rough(speed)} tok/s, likely {range_text(speed, self.spread)}: {self.near}",
             "a token": f"{rough(1e3 / speed)} ms: " + ", ".join(map(" ".join, parts.items())),
-            "most of it": self.binds,
+            "bottleneck": self.binds,
             "first token": f"after {rough(first_s)} to {rough(last_s)} s, for a prompt of {prompt} "
             "tokens and with none of the model in memory yet",
             **more,
@@ -172,9 +172,9 @@ def _fitting(name, machine, bits, top_k=None):
         return named_sizes(name, machine.most, bits, top_k)
     except DoesNotFit as error:
         raise ValueError(
-            f"{name} does not fit: it needs {_gb(error.nbytes)} of memory with its experts on the "
-            f"SSD, and this machine has {_gb(machine.most.least)} for it. Take a machine with more "
-            "memory or a smaller model."
+            f"{name} does not fit: even with its experts on the SSD it needs {_gb(error.nbytes)} "
+            f"of memory, and of this machine's {_gb(machine.ram_nbytes)} a model may take "
+            f"{_gb(machine.most.least)}. Take a machine with more memory or a smaller model."
         ) from error
 
 
@@ -269,15 +269,17 @@ def describe(
         "helps most": f"{what}: {times[what]:.1f} times as fast"
         if times[what] >= WORTH
         else "nothing by much",
-        "with drafts": f"{gain}, with a draft model that guesses {DRAFTS} tokens ahead, "
-        f"{ACCEPTED:.0%} of them rightly",
+        "with drafts": f"{gain}, if a small draft model guesses {DRAFTS} tokens ahead and "
+        f"{ACCEPTED:.0%} are right",
         "rates": f"{'estimated' if chip or cores else 'measured here'}: SSD "
         f"{_gb(machine.disk_bytes_per_s)}/s ({of}), page cache {_gb(machine.copy_bytes_per_s)}/s, "
-        f"weights {_gb(machine.weights_bytes_per_s)}/s{by}; each layer takes "
-        f"{machine.layer_s * 1e3:.2f} ms, reading adds {machine.wait_s[0] * 1e3:.2f} ms",
+        f"weights {_gb(machine.weights_bytes_per_s)}/s{by}; a layer takes "
+        f"{machine.layer_s * 1e3:.2f} ms, and {machine.wait_s[0] * 1e3:.2f} more if it reads",
     }
-    if machine.is_mac and chip:
-        more["rates"] += ". No Mac was measured: the rates follow from what others publish"
+    if chip or cores:
+        cores_of = "two cores of ours; two newer ones went through weights 3 times as fast"
+        of = "what others publish" if machine.is_mac else cores_of
+        more["rates"] += f". No such machine was measured: the rates follow from {of}"
     before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
     return "\n".join([*before, found.table(prompt, more)])
 
@@ -393,11 +395,11 @@ def _left_free(machine, filled):
     """What is left of a Mac's memory and why, and the limit of its GPU that goes with a plan."""
     ram, limit = machine.ram_nbytes, gpu_limit(machine.ram_nbytes)
     own = f"sudo sysctl iogpu.wired_limit_mb={int(filled * 1.05) >> 20}"
-    wired = f"it may use {_gb(limit)}, which is enough: iogpu.wired_limit_mb stays as it is"
+    wired = f"macOS allows it {_gb(limit)}, which is enough: iogpu.wired_limit_mb stays as it is"
     if filled > limit:
         wired = (
-            f"it may use {_gb(limit)}, which is too little: `{own}` allows more until the next "
-            "start, which is your own decision"
+            f"macOS allows it {_gb(limit)}, which is too little: `{own}` allows more until the "
+            "next start, which is your own decision"
         )
     return {"left free": f"{_gb(ram - filled)} of {_gb(ram)} {WHY_LEFT}", "GPU": wired}
 
