@@ -255,7 +255,6 @@ def synthesize(
         "weight_map": {t.name: name for name, part in parts.items() for t in part},
     }
     files["model.safetensors.index.json"] = json.dumps(index, indent=4, sort_keys=True).encode()
-    files["README.md"] = _readme(facts, nbytes).encode()
     files["config.json"] = json.dumps(dict(sorted(config.items())), indent=4).encode()
 
     with new_folder(out, nbytes, progress) as (folder, bar):
@@ -269,13 +268,3 @@ def synthesize(
         for name, content in files.items():
             (folder / name).write_bytes(content)
     return out
-
-
-def _readme(facts, nbytes):
-    return f"""# A synthetic checkpoint: random weights
-
-The layer shapes of {facts["like"]}, {facts["layers"]} of its {facts["layers_of_the_real_model"]}
-layers, {nbytes / 1e9:.2f} GB, in mlx-lm's 4-bit format. The text means nothing, and the layers cost
-as much to read and to compute as the real ones. `moelab_synthetic` in config.json says how
-`python -m moelab synthesize` made it.
-"""

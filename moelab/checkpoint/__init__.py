@@ -39,3 +39,4 @@ from .headers import (
     packing_order,
     read_header,
 )
+from .vlm import leaves

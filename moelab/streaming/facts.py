@@ -2,17 +2,16 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .. import kernels
-from ..checkpoint import Checkpoint, ExpertTensor, try_out
+from ..checkpoint import Checkpoint, ExpertTensor, leaves, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
 from ..memory import STATES_NBYTES
 from .build import build_model
@@ -175,15 +174,6 @@ def grown_nbytes(caches: list, context: int) -> int:
     kept = [_grown(c, context) for c in leaves(caches)]
     # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)
-
-
-def leaves(caches: Sequence) -> Iterator:
-    """The caches in a list, with those of a ``CacheList`` in its place."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from leaves(cache.caches)
-        else:
-            yield cache
 
 
 def _grown(cache, context):

@@ -15,6 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
+from ..checkpoint import leaves
 from ..memory import (
     FEW_SHARE,
     WHY_LEFT,
@@ -25,7 +26,7 @@ from ..memory import (
     return_free_memory,
 )
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
-from .facts import PROMPT_TOKENS, ModelFacts, leaves
+from .facts import PROMPT_TOKENS, ModelFacts
 from .handover import FEW_TOKENS
 from .ranks import Ranks
 from .reading.flight import BUFFER_NBYTES

@@ -169,9 +169,8 @@ class Ranks:
         """Collect a value for JSON from every rank, in their order; raise the error of any rank."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         with self.waiting(LOADING_S):
-            sizes = self._rows(np.array([len(text)], np.uint32).view(np.uint8)).view(np.uint32)[
-                :, 0
-            ]
+            sizes = self._rows(np.array([len(text)], np.uint32).view(np.uint8))
+            sizes = sizes.view(np.uint32)[:, 0]
             rows = zip(self._rows(np.pad(text, (0, sizes.max() - len(text)))), sizes)
         values = [json.loads(row[:size].tobytes()) for row, size in rows]
         for rank, each in enumerate(values):

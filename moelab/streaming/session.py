@@ -10,9 +10,9 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache
 
-from ..checkpoint import FORKED, describe
+from ..checkpoint import FORKED, describe, leaves
 from ..memory import keep_no_holes, return_free_memory
 from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
@@ -209,8 +209,6 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
     """The arrays of recurrent caches. (Those of attention caches are evaluated with the logits.)"""
-    for c in caches:
-        if isinstance(c, CacheList):
-            yield from recurrent_states(c.caches)
-        elif isinstance(c, ArraysCache):
+    for c in leaves(caches):
+        if isinstance(c, ArraysCache):
             yield [a for a in c.cache if a is not None]

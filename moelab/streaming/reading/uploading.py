@@ -81,7 +81,7 @@ class UploadingReader(Reader):
             if self._is_small(ranges):
                 self._read_piece(part, memory, i)
             else:
-                begun.append(self._submit(self._read_piece, part, memory, i))
+                begun.append(self._pool.submit(self._read_piece, part, memory, i))
         return begun
 
     def _wait(self):

@@ -78,9 +78,9 @@ class SlotBank:
         self.into, self._tables, self._iovecs = _tables([[as_read[n] for n in g] for g in groups])
 
     @property
-    def num_filled(self) -> int:
-        """The number of slots that have memory: not emptied, or written since."""
-        return self.num_slots - len(self._empty)
+    def nbytes(self) -> int:
+        """The bytes of the slots that have memory: not emptied, or written since."""
+        return (self.num_slots - len(self._empty)) * self.expert_nbytes
 
     def reads(self, slots: dict[int, int]) -> Ranges:
         """The reads that bring experts into slots; call ``arrived`` for each once they ended."""

@@ -58,11 +58,6 @@ class LayerSlots:
             self.host.bind(self.bank, self.table)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of memory of the slots."""
-        return self.bank.num_filled * self.bank.expert_nbytes
-
-    @property
     def holds_all(self) -> bool:
         """Whether every expert is in a slot."""
         return len(self.table.slot_of) == self.num_experts

@@ -111,10 +111,6 @@ class Residency:
         if self.layers[i].host is not None:
             self.layers[i].host.after = y
 
-    def skip(self, i: int) -> None:
-        """Note that a layer's call needs no expert of this rank."""
-        self.layers[i].collect_prefetched(())
-
     def read(self, i: int, experts: list[int]) -> None:
         """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
         layer = self.layers[i]
@@ -144,7 +140,7 @@ class Residency:
     @property
     def nbytes(self) -> int:
         """The bytes of memory of all layers' slots."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.bank.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
         """Use so many slots in each layer, at most as many as were taken.
