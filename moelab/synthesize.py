@@ -57,14 +57,12 @@ GAINS = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: its name, its dtype as safetensors names it, its shape.
-
-    ``given`` are its numbers if they are no weights, as the sizes of an n-gram table.
-    """
+    """One tensor to write."""
 
     name: str
-    dtype: str
+    dtype: str  # as safetensors names it
     shape: tuple[int, ...]
+    # Its numbers if they are no weights, as the sizes of an n-gram table.
     given: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property

@@ -99,10 +99,7 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find the facts about a model of ``build_model`` and a ``resolved`` configuration.
-
-    They follow from shapes and types, and from a call with two tokens that is not evaluated.
-    """
+    """Find facts from shapes, types and a call with two tokens that is not evaluated."""
     caches = []
 
     def call(tokens, cache):  # with a damaged config.json, making the caches may fail too

@@ -73,10 +73,7 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How many slots ``StreamConfig(slots="auto")`` takes, and why.
-
-    ``str(plan)`` is the reason.
-    """
+    """How many slots ``StreamConfig(slots="auto")`` takes, and why: ``str(plan)``."""
 
     facts: ModelFacts = field(repr=False)
     config: StreamConfig  # the given one, with these slots
@@ -177,10 +174,7 @@ def plan_of(
     ranks: Ranks | None = None,
     most: Most | None = None,
 ) -> Plan:
-    """``plan`` for known facts and this rank's experts: the one rule for the number of slots.
-
-    ``most`` is another machine's (None: this one's, or the limit that the config gives).
-    """
+    """``plan`` for known facts and this rank's experts; ``most``: what another machine may take."""
     # Experts of a layer that this rank holds.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E

@@ -130,10 +130,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """Yield the ranks of a group, which leave the block together; None if there is one at most.
-
-        An error of one is raised by all of them.
-        """
+        """Yield the ranks (None: alone), which leave together; an error of one is raised by all."""
         if group is None or group.size() == 1:
             yield None
             return
@@ -158,12 +155,6 @@ class Ranks:
         if self.placement is None or layer is None:
             return by_number(1, num_experts, self.size)[0]
         return self.placement[layer]
-
-    def any(self, *flags: bool) -> list[bool]:
-        """Whether some rank has set each flag."""
-        with self.waiting(LOADING_S):
-            mine = mx.array(flags, mx.int32)
-            return [n > 0 for n in mx.distributed.all_sum(mine, group=self._group).tolist()]
 
     def gather(self, value: object) -> list:
         """Collect a value for JSON from every rank, in their order; raise the error of any rank."""

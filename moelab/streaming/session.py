@@ -109,8 +109,8 @@ class Session:
             finally:
                 self._caller, self._caches = None, []
 
-    def check_ranks(self) -> None:
-        """Raise if a call failed on this rank."""
+    def _recover(self):
+        """End all reads and make every slot held or free, after a call that an exception ended."""
         if isinstance(self._error, RankError):
             raise self._error
         if self._error is not None:
@@ -118,10 +118,6 @@ class Session:
                 f"rank {self.ranks.rank} of {self.ranks.size}: a call failed here, so the others "
                 f"cannot go on: {describe(self._error)}"
             )
-
-    def _recover(self):
-        """End all reads and make every slot held or free, after a call that an exception ended."""
-        self.check_ranks()
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.handover.pending)

@@ -53,10 +53,7 @@ class Ranges:
         return int(self.table[:, NBYTES].sum())
 
     def moved(self, address: int) -> "Ranges":
-        """The same bytes, read one behind the other into memory that begins at ``address``.
-
-        Long ranges are divided, so that several threads can read one.
-        """
+        """The same bytes, one behind the other from ``address`` on; long ranges are divided."""
         counts = -(-self.table[:, NBYTES] // PIECE_NBYTES)
         rows = np.arange(len(self)).repeat(counts)
         before = (np.arange(len(rows)) - (counts.cumsum() - counts)[rows]) * PIECE_NBYTES

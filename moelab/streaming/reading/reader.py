@@ -32,11 +32,7 @@ AHEAD_NBYTES = 128 * 1024
 
 
 class Reader:
-    """Reads ranges of files with ``readers`` threads, and as many for background work.
-
-    ``direct``: ranges are read past the page cache (Linux). Where memory has little room for pages
-    beside the slots, pages cost time and save few reads.
-    """
+    """Reads ranges of files with ``readers`` threads, and as many for background work."""
 
     copies_in_graph = False  # whether the GPU copies the bytes read, as one of its operations
 
@@ -96,10 +92,8 @@ class Reader:
         return self.readers == 1 or ranges.nbytes <= INLINE_NBYTES
 
     def _read_cached(self, ranges):
-        """Read what the page cache holds; return the other ranges, which the system has begun.
-
-        One reader reads nothing here: it has one read in flight.
-        """
+        """Read what the page cache holds; return the other ranges, which the system has begun."""
+        # One reader has one read in flight.
         if self.readers == 1 or not native.NOWAIT or ranges.nbytes > CACHED_NBYTES:
             return ranges
         begin = time.perf_counter()

@@ -48,10 +48,7 @@ class Begun(list):
 
 
 class UploadingReader(Reader):
-    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies.
-
-    Ranges whose bytes may not be copied are read as ``Reader`` reads them.
-    """
+    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies if it may."""
 
     copies_in_graph = True
 

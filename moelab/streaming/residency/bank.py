@@ -116,10 +116,7 @@ class SlotBank:
             _convert(rows[slot], bits[slot], dtype, to)
 
     def empty(self, first: int, last: int) -> None:
-        """Return the memory of slots ``[first:last]`` to the system until they are written again.
-
-        Nothing may be reading or computing with one of these slots.
-        """
+        """Return the memory of slots ``[first:last]``, which nothing uses, to the system."""
         self._empty.update(range(first, last))
         for buffer in self._buffers:
             rows = buffer.rows[first:last]

@@ -12,10 +12,7 @@ from .bank import SlotBank
 
 
 class Job:
-    """Experts on their way into slots of one layer, which belong to the job until ``collect``.
-
-    The experts are read past the page cache without a thread if possible, else by threads.
-    """
+    """Experts on their way into slots of one layer, which belong to the job until ``collect``."""
 
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
         self._reader, self._bank, self.slots = reader, bank, slots

@@ -87,10 +87,7 @@ class LayerSlots:
         return self._reader.direct and self.computes_at_once
 
     def resize(self, slots: int) -> None:
-        """Use so many slots, at most as many as were taken, and free the memory of the others.
-
-        No read and no computation with a slot may be running.
-        """
+        """Use so many slots, at most as many as were taken; nothing may be using one of them."""
         if not can_empty():
             return self._take(slots)
         self.job = None
