@@ -1,10 +1,8 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
 The tensors are those of mlx-lm's own model of the published configuration, which is never
-evaluated. The bytes are written in chunks, so that a 200 GB checkpoint needs little memory. The
-model writes noise, but each layer costs as much to read and to compute as the real one. Random
-routers choose nearly uniformly, where caches hit least; with ``routing`` they repeat their experts
-as a recorded trace does.
+evaluated. The model writes noise, but each layer costs as much to read and to compute as the real
+one.
 """
 
 import contextlib
@@ -201,7 +199,7 @@ def synthesize(
     It has the shapes of ``config``, else of the model ``like``, one of ``LIKE``. None means as many
     ``layers`` as the real model, the tokenizer's ``vocab``, tiny-moe's ``tokenizer``. ``routing``
     is a trace, or the file of one, recorded with the same tokenizer: fed its text, the routers
-    choose experts with its locality; with None they choose nearly uniformly.
+    choose experts with its locality; with None nearly uniformly, where caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)

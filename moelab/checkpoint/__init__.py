@@ -17,7 +17,6 @@ from .checkpoint import (
 )
 from .files import (
     CheckpointError,
-    check_parts,
     describe,
     new_folder,
     read_json,
