@@ -135,9 +135,8 @@ def can_empty() -> bool:
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
     """Group the names of parameters that follow each other on disk for every expert."""
     found, last = [], None
-    for name, t in sorted(
-        tensors.items(), key=lambda item: (str(item[1].files[0]), item[1].offsets[0])
-    ):
+    for name in sorted(tensors, key=lambda n: (str(tensors[n].files[0]), tensors[n].offsets[0])):
+        t = tensors[name]
         if last and last.files == t.files and t.offsets == [o + last.nbytes for o in last.offsets]:
             found[-1].append(name)
         else:
