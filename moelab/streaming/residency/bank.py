@@ -59,9 +59,9 @@ class SlotBank:
                 continue
             dtype, to, size = on_disk[names[0]], key[1], buffer.rows.shape[1]
             if dtype.size < to.size:  # read into the end of the memory that the result will fill
-                bits = buffer.rows.view(_NUMPY[dtype.size])[:, -size:]
+                bits = buffer.rows.view(f"u{dtype.size}")[:, -size:]
             else:
-                bits = np.empty(buffer.rows.shape, _NUMPY[dtype.size])
+                bits = np.empty(buffer.rows.shape, f"u{dtype.size}")
             self._converted.append((buffer.rows, bits, dtype, to))
             as_read |= {n: bits[:, slice(*parts[n][1:])] for n in names}
         self._buffers = list(buffers.values())
@@ -242,7 +242,6 @@ def _bits(array):
 
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def _convert(rows, bits, dtype, to):
