@@ -1,9 +1,7 @@
 """Which parts of a model are experts, and where each expert's bytes lie in the files.
 
 A model's ``sanitize`` renames, splits or stacks tensors, and ``locate_experts`` finds what became
-of them without reading. A new family of mlx-lm with ``SwitchGLU`` or ``SwitchMLP`` modules needs
-no change in this package, unless its configuration has a name of its own for K: ``TOP_K_KEYS`` in
-``streaming/build.py``, which also says how it is tested.
+of them without reading. ``streaming/build.py`` says what a new family needs.
 """
 
 from math import prod
@@ -96,10 +94,7 @@ def _sanitized(model, checkpoint):
 def unchanged(
     model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
 ) -> dict[str, Tensor]:
-    """Find the parameters that a file holds just as the model needs them: their tensors.
-
-    ``wanted`` and the result have the paths of the parameters in the model.
-    """
+    """The tensors of the parameters, by path, that a file holds just as the model needs them."""
     *_, same = _sanitized(model, checkpoint)
     return {p: same[p] for p, a in wanted.items() if p in same and same[p].shape == a.shape}
 

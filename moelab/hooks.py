@@ -1,6 +1,7 @@
 """Observe or replace an object's calls for a while; a lasting change is a class of its own."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import FunctionType
 from typing import Any
@@ -12,6 +13,7 @@ class _Hooked:
     """Mixed into a module's class for as long as the module has hooks."""
 
 
+@dataclass(eq=False)
 class hooked:
     """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
 
@@ -20,18 +22,14 @@ class hooked:
     costs about 2 us, so that a pass may hook every layer.
     """
 
-    def __init__(
-        self,
-        module: object,
-        hook: Callable,
-        method: str = "__call__",
-        innermost: bool = False,
-    ):
-        self._module, self._hook, self._method, self._innermost = module, hook, method, innermost
+    module: object
+    hook: Callable
+    method: str = "__call__"
+    innermost: bool = False
 
     def install(self) -> "hooked":
         """Begin to call the hook, as entering the block does."""
-        module, method = self._module, self._method
+        module, method = self.module, self.method
         if not isinstance(module, _Hooked):
             # By plain assignment nn.Module would register the dictionary as parameters.
             object.__setattr__(module, "_hooks", {})
@@ -40,17 +38,17 @@ class hooked:
         if method not in cls.__dict__:
             setattr(cls, method, _hooked_method(cls, method))
         hooks = module._hooks.setdefault(method, [])  # innermost first
-        hooks.insert(0 if self._innermost else len(hooks), self._hook)
+        hooks.insert(0 if self.innermost else len(hooks), self.hook)
         return self
 
     def remove(self, *_) -> None:
         """End it, as leaving the block does. Undoes an interrupted ``install`` too."""
-        module = self._module
+        module = self.module
         if not isinstance(module, _Hooked):
             return
         hooks = module._hooks
-        if self._hook in (installed := hooks.get(self._method, ())):
-            installed.remove(self._hook)
+        if self.hook in (installed := hooks.get(self.method, ())):
+            installed.remove(self.hook)
         if not any(hooks.values()):
             module.__class__ = unhooked(module)
             object.__delattr__(module, "_hooks")

@@ -4,6 +4,7 @@ import ctypes
 import resource
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from math import exp, log
 from mmap import PAGESIZE
@@ -100,12 +101,9 @@ def _cgroups() -> Iterator[tuple[Path, int]]:
         for folder in [here, *here.parents]:
             # Above memory.high the kernel slows a process down until it hardly runs.
             for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
-                try:
-                    limit = int((folder / name).read_text())
-                except (OSError, ValueError):  # not there, or "max"
-                    continue
-                if limit < NO_LIMIT_NBYTES:
-                    yield folder, limit
+                with suppress(OSError, ValueError):  # not there, or "max"
+                    if (limit := int((folder / name).read_text())) < NO_LIMIT_NBYTES:
+                        yield folder, limit
             if folder == root:
                 break
 

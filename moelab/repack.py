@@ -34,9 +34,8 @@ def repack(
 ) -> Path:
     """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
 
-    ``library`` as in ``StreamConfig``.
-
-    There is no ``out`` until its last byte is on disk and has been compared.
+    ``library`` as in ``StreamConfig``. There is no ``out`` until its last byte is on disk and has
+    been compared.
     """
     out = Path(out)
     source = Checkpoint(model)

@@ -1,10 +1,8 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
 The tensors are those of mlx-lm's own model of the published configuration, which is never
-evaluated. The bytes are written in chunks, so that a 200 GB checkpoint needs little memory. The
-model writes noise, but each layer costs as much to read and to compute as the real one. Random
-routers choose nearly uniformly, where caches hit least; with ``routing`` they repeat their experts
-as a recorded trace does.
+evaluated. The model writes noise, but each layer costs as much to read and to compute as the real
+one.
 """
 
 import contextlib
@@ -57,14 +55,12 @@ GAINS = {
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to write: its name, its dtype as safetensors names it, its shape.
-
-    ``given`` are its numbers if they are no weights, as the sizes of an n-gram table.
-    """
+    """One tensor to write."""
 
     name: str
-    dtype: str
+    dtype: str  # as safetensors names it
     shape: tuple[int, ...]
+    # Its numbers if they are no weights, as the sizes of an n-gram table.
     given: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -203,7 +199,7 @@ def synthesize(
     It has the shapes of ``config``, else of the model ``like``, one of ``LIKE``. None means as many
     ``layers`` as the real model, the tokenizer's ``vocab``, tiny-moe's ``tokenizer``. ``routing``
     is a trace, or the file of one, recorded with the same tokenizer: fed its text, the routers
-    choose experts with its locality; with None they choose nearly uniformly.
+    choose experts with its locality; with None nearly uniformly, where caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)
@@ -255,7 +251,6 @@ def synthesize(
         "weight_map": {t.name: name for name, part in parts.items() for t in part},
     }
     files["model.safetensors.index.json"] = json.dumps(index, indent=4, sort_keys=True).encode()
-    files["README.md"] = _readme(facts, nbytes).encode()
     files["config.json"] = json.dumps(dict(sorted(config.items())), indent=4).encode()
 
     with new_folder(out, nbytes, progress) as (folder, bar):
@@ -269,13 +264,3 @@ def synthesize(
         for name, content in files.items():
             (folder / name).write_bytes(content)
     return out
-
-
-def _readme(facts, nbytes):
-    return f"""# A synthetic checkpoint: random weights
-
-The layer shapes of {facts["like"]}, {facts["layers"]} of its {facts["layers_of_the_real_model"]}
-layers, {nbytes / 1e9:.2f} GB, in mlx-lm's 4-bit format. The text means nothing, and the layers cost
-as much to read and to compute as the real ones. `moelab_synthetic` in config.json says how
-`python -m moelab synthesize` made it.
-"""

@@ -17,7 +17,6 @@ from .checkpoint import (
 )
 from .files import (
     CheckpointError,
-    check_parts,
     describe,
     new_folder,
     read_json,
@@ -39,3 +38,4 @@ from .headers import (
     packing_order,
     read_header,
 )
+from .vlm import leaves

@@ -116,22 +116,18 @@ def _stamp(file):
 
 def check_config(config: dict, file: Path, num_tensors: int) -> None:
     """Refuse values with which mlx-lm would divide by 0 or build more layers than tensors exist."""
-    most = {key: num_tensors for key in LAYERS_KEYS}
-
-    def check(part):
-        for key, value in part.items():
-            expected = f"at most {most.get(key)}, the tensors of the model"
-            wrong = type(value) is int and value > most.get(key, value)
-            if "group" in key and value == 0 and (type(value) is int or key == "group_size"):
-                expected, wrong = "another number than 0", True
-            if wrong:
-                raise CheckpointError(
-                    f"{file}: {key}: expected {expected}, got {value}. Download it again."
-                )
-            if isinstance(value, dict):
-                check(value)
-
-    check(config)
+    for key, value in config.items():
+        expected = None
+        if key in LAYERS_KEYS and type(value) is int and value > num_tensors:
+            expected = f"at most {num_tensors}, the tensors of the model"
+        if "group" in key and value == 0 and (type(value) is int or key == "group_size"):
+            expected = "another number than 0"
+        if expected:
+            raise CheckpointError(
+                f"{file}: {key}: expected {expected}, got {value}. Download it again."
+            )
+        if isinstance(value, dict):
+            check_config(value, file, num_tensors)
 
 
 def check_fork() -> None:
@@ -207,6 +203,10 @@ def mlx_lm_model(
             return load_model(checkpoint.path, **given, **kwargs)
         except CheckpointError as e:
             raise CheckpointError(f"{checkpoint.path}: {e}") from e
+        finally:
+            # The random weights that mlx-lm begins with are never evaluated, and the state of
+            # mx.random keeps 120 kB of their graph for each load until it is.
+            mx.eval(mx.random.state)
 
 
 def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:

@@ -6,6 +6,7 @@ cache files know one library. A new family needs no line here if its experts hav
 """
 
 import inspect
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -58,7 +59,7 @@ class TextModel:
         model = self.language_model
         if hasattr(model, "_rope_deltas"):  # what the last text, or an image in it, left
             model._position_ids, model._rope_deltas = None, mx.zeros((len(inputs), 1), mx.int32)
-        for c in _leaves(cache or ()):
+        for c in leaves(cache or ()):
             if type(c) is caches.ArraysCache:
                 c.__class__ = _states()
         return model(inputs, cache=cache, **kwargs).logits
@@ -156,9 +157,10 @@ def _ours(cache):
     return cache
 
 
-def _leaves(given):
+def leaves(given: Iterable) -> Iterator:
+    """The caches in a list, with those of a ``CacheList`` in its place."""
     for c in given:
-        yield from _leaves(c.caches) if isinstance(c, caches.CacheList) else [c]
+        yield from leaves(c.caches) if isinstance(c, caches.CacheList) else [c]
 
 
 def classes(config: dict[str, Any]) -> tuple[type, Any]:

@@ -105,18 +105,15 @@ def layer_prediction(trace: Trace) -> dict[str, np.ndarray]:
     half, E = T // 2, trace.num_experts
     chosen = np.zeros((T, L, E), np.float32)
     np.put_along_axis(chosen, trace.experts.astype(np.intp), 1, -1)
-    out = {name: np.zeros((T - half, L - 1, K), bool) for name in ("pairs", "popular")}
-    for layer in range(L - 1):
-        here, there = chosen[:half, layer], chosen[:half, layer + 1]
-        needed = trace.experts[half:, layer + 1].astype(np.intp)
-        scores = {
-            "pairs": chosen[half:, layer] @ (here.T @ there),
-            "popular": there.sum(0)[None].repeat(T - half, 0),
-        }
-        for name, score in scores.items():
-            best = np.zeros((T - half, E), bool)
-            np.put_along_axis(best, np.argpartition(-score, K - 1, axis=1)[:, :K], True, 1)
-            out[name][:, layer] = np.take_along_axis(best, needed, 1)
+    before, after = chosen.swapaxes(0, 1)[:-1], chosen.swapaxes(0, 1)[1:]  # [L - 1, T, E]
+    pairs = before[:, :half].swapaxes(1, 2) @ after[:, :half]  # [L - 1, E, E]
+    popular = after[:, :half].sum(1, keepdims=True).repeat(T - half, 1)
+    needed = trace.experts.swapaxes(0, 1)[1:, half:].astype(np.intp)
+    out = {}
+    for name, score in {"pairs": before[:, half:] @ pairs, "popular": popular}.items():
+        best = np.zeros(score.shape, bool)
+        np.put_along_axis(best, np.argpartition(-score, K - 1)[..., :K], True, -1)
+        out[name] = np.take_along_axis(best, needed, -1).swapaxes(0, 1)
     return out
 
 

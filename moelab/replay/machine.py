@@ -169,14 +169,14 @@ class Machine:
         )
 
 
-def typical_trace(sizes: ModelSizes, tokens: int, seed: int = 0, zipf: float = ZIPF) -> Trace:
+def typical_trace(sizes: ModelSizes, tokens: int) -> Trace:
     """A trace of a model's shape that hits slots as often as published models do."""
-    return _trace(sizes.L, sizes.E, sizes.K, tokens, seed, zipf)
+    return _trace(sizes.L, sizes.E, sizes.K, tokens)
 
 
 @lru_cache(maxsize=32)  # the same trace for every machine, so that its replays are found again
-def _trace(L, E, K, tokens, seed, zipf):
-    return synthesize(Locality((zipf,), (0.0,), (1.0,)), tokens, L, E, K, seed)
+def _trace(L, E, K, tokens):
+    return synthesize(Locality((ZIPF,), (0.0,), (1.0,)), tokens, L, E, K)
 
 
 def distinct(sizes: ModelSizes, tokens: int) -> float:

@@ -26,10 +26,7 @@ class ModelSizes:
 
     @classmethod
     def of(cls, path, memory_nbytes: float = float("inf")) -> "ModelSizes":
-        """The sizes of a model folder that the commands load; no weight is read.
-
-        ``memory_nbytes`` is for the process and its page cache.
-        """
+        """The sizes of a folder as commands load it, with memory for process and page cache."""
         config = StreamConfig(lazy_logits=True)
         return cls.planned(plan(path, config, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES))))
 

@@ -7,6 +7,7 @@ until they are there, then run it in every mode. If it is recurrent, see also ``
 """
 
 import zlib
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,17 +41,8 @@ def build_model(
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict, int]:
     """mlx-lm's model with the top-k and type of ``config``, its configuration, and K (0: none)."""
-
-    def build(changes):
-        try:
-            return mlx_lm_model(
-                checkpoint, changes, config.library, trust_remote_code=trust_remote_code
-            )
-        finally:
-            # The random weights that mlx-lm begins with are never evaluated, and the state of
-            # mx.random keeps 120 kB of their graph for each load until it is.
-            mx.eval(mx.random.state)
-
+    given = {"library": config.library, "trust_remote_code": trust_remote_code}
+    build = partial(mlx_lm_model, checkpoint, **given)
     own = {**checkpoint.config, **(model_config or {})}
     found, built = _find_top_k(own), None
     if found is None:  # the configuration leaves K to the family's default

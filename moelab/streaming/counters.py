@@ -40,17 +40,13 @@ class Counters:
 
 @dataclass
 class Stats:
-    """Counters of prompts and of decoding, apart.
+    """Counters of prompts and of decoding, apart."""
 
-    Attributes:
-        prefill (Counters): Of calls with several tokens of a text: prompts, verify passes.
-        decode (Counters): Of calls with one token of each of their texts.
-        kernels (dict[str, int]): How many modules compute with the ``fast`` kernels and how many
-            with ``mlx``'s; empty with ``StreamConfig(kernels="mlx")``.
-    """
-
+    # Of calls with several tokens of a text: prompts, verify passes.
     prefill: Counters = field(default_factory=Counters)
-    decode: Counters = field(default_factory=Counters)
+    decode: Counters = field(default_factory=Counters)  # of calls with one token of each text
+    # How many modules compute with the ``fast`` kernels and how many with ``mlx``'s; empty with
+    # ``StreamConfig(kernels="mlx")``.
     kernels: dict[str, int] = field(default_factory=dict, compare=False)
 
 

@@ -2,17 +2,16 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from .. import kernels
-from ..checkpoint import Checkpoint, ExpertTensor, try_out
+from ..checkpoint import Checkpoint, ExpertTensor, leaves, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
 from ..memory import STATES_NBYTES
 from .build import build_model
@@ -100,10 +99,7 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find the facts about a model of ``build_model`` and a ``resolved`` configuration.
-
-    They follow from shapes and types, and from a call with two tokens that is not evaluated.
-    """
+    """Find facts from shapes, types and a call with two tokens that is not evaluated."""
     caches = []
 
     def call(tokens, cache):  # with a damaged config.json, making the caches may fail too
@@ -175,15 +171,6 @@ def grown_nbytes(caches: list, context: int) -> int:
     kept = [_grown(c, context) for c in leaves(caches)]
     # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)
-
-
-def leaves(caches: Sequence) -> Iterator:
-    """The caches in a list, with those of a ``CacheList`` in its place."""
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from leaves(cache.caches)
-        else:
-            yield cache
 
 
 def _grown(cache, context):

@@ -1,9 +1,9 @@
 """The MoE layer: it evaluates its routing, asks for the experts and computes with them.
 
 A layer takes the place of mlx-lm's ``SwitchGLU``: ``x [..., D]`` and ``indices [..., K]`` give
-``[..., K, D]``. ``Stacked`` and ``Fused`` get experts from the residency, in slots, and compute
-with all at once or part by part as they arrive. ``Serial`` and ``Buffers`` hold none for a later
-token, and read through the page cache.
+``[..., K, D]``. ``Stacked`` gets experts from the residency, in slots, and computes with all at
+once or part by part as they arrive. ``Serial`` and ``Buffers`` hold none for a later token, and
+read through the page cache.
 """
 
 from collections.abc import Sequence
@@ -115,13 +115,8 @@ class StreamedExperts(nn.Module):
             rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # for its shape
             y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
-        else:
-            self._compute_nothing()
         row = x.shape[-1], x.dtype  # a rank that computes none cannot know
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
-
-    def _compute_nothing(self):
-        pass
 
     def _without_waiting(self, x, indices):
         """Compute a call whose routing the host need not know, else return None."""
@@ -145,15 +140,15 @@ class StreamedExperts(nn.Module):
 class Stacked(StreamedExperts, kernels.FastExperts):
     """Keeps S slots in one array for each projection, which one gather computes (SwiftLM PR 90).
 
-    A call that needs more experts than slots is computed in parts, and reads each at most once.
+    A call that needs more experts than slots is computed in parts, and reads each at most once. In
+    mode ``fused`` gate and up, if they are alike, are in one array, which saves a gather.
     """
 
-    gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
     known_call = StreamedExperts.__call__
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        fuse = self.gate_with_up and can_fuse(module)
+        fuse = session.config.mode == "fused" and can_fuse(module)
         take = partial(self._take_bank, fuse=fuse)
         self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
@@ -218,9 +213,6 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         session.residency.left(self.index, y)
         return y
 
-    def _compute_nothing(self):
-        self.session.residency.skip(self.index)
-
     def _without_waiting(self, x, indices):
         session = self.session
         if session.recorder is not None:
@@ -232,12 +224,6 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         session.handover.pending = [y]  # y depends on the arrays that were pending
         session.residency.left(self.index, y)
         return y
-
-
-class Fused(Stacked):
-    """``Stacked`` with gate and up, if they are alike, in one buffer, which saves a gather."""
-
-    gate_with_up = True
 
 
 class Pairs:
@@ -334,7 +320,7 @@ class Buffers(StreamedExperts):
         return buffers
 
 
-LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
+LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Stacked}
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

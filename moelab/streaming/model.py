@@ -233,12 +233,11 @@ def load_model(
     config: StreamConfig | None = None,
     *,
     model_config: dict | None = None,
-    trust_remote_code: bool = False,
     group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
     """``load`` a folder's model and its configuration, without the tokenizer."""
     with Ranks.loading(group) as ranks:
-        return _load_model(path, config, model_config, trust_remote_code, ranks)
+        return _load_model(path, config, model_config, False, ranks)
 
 
 def _load_model(path, config, model_config, trust_remote_code, ranks):

@@ -15,6 +15,7 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
+from ..checkpoint import leaves
 from ..memory import (
     FEW_SHARE,
     WHY_LEFT,
@@ -25,7 +26,7 @@ from ..memory import (
     return_free_memory,
 )
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
-from .facts import PROMPT_TOKENS, ModelFacts, leaves
+from .facts import PROMPT_TOKENS, ModelFacts
 from .handover import FEW_TOKENS
 from .ranks import Ranks
 from .reading.flight import BUFFER_NBYTES
@@ -72,10 +73,7 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """How many slots ``StreamConfig(slots="auto")`` takes, and why.
-
-    ``str(plan)`` is the reason.
-    """
+    """How many slots ``StreamConfig(slots="auto")`` takes, and why: ``str(plan)``."""
 
     facts: ModelFacts = field(repr=False)
     config: StreamConfig  # the given one, with these slots
@@ -176,10 +174,7 @@ def plan_of(
     ranks: Ranks | None = None,
     most: Most | None = None,
 ) -> Plan:
-    """``plan`` for known facts and this rank's experts: the one rule for the number of slots.
-
-    ``most`` is another machine's (None: this one's, or the limit that the config gives).
-    """
+    """``plan`` for known facts and this rank's experts; ``most``: what another machine may take."""
     # Experts of a layer that this rank holds.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E

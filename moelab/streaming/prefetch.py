@@ -22,10 +22,7 @@ WORTH = 0.66
 
 
 class Prefetcher:
-    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``.
-
-    ``guess`` gives that layer and its experts, ``[..., K]``, or None if there is no guess.
-    """
+    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``."""
 
     # How many experts of each token a layer's own router is to name before attention (``Router``).
     asks_early = 0

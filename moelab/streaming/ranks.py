@@ -130,10 +130,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """Yield the ranks of a group, which leave the block together; None if there is one at most.
-
-        An error of one is raised by all of them.
-        """
+        """Yield the ranks (None: alone), which leave together; an error of one is raised by all."""
         if group is None or group.size() == 1:
             yield None
             return
@@ -159,19 +156,12 @@ class Ranks:
             return by_number(1, num_experts, self.size)[0]
         return self.placement[layer]
 
-    def any(self, *flags: bool) -> list[bool]:
-        """Whether some rank has set each flag."""
-        with self.waiting(LOADING_S):
-            mine = mx.array(flags, mx.int32)
-            return [n > 0 for n in mx.distributed.all_sum(mine, group=self._group).tolist()]
-
     def gather(self, value: object) -> list:
         """Collect a value for JSON from every rank, in their order; raise the error of any rank."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         with self.waiting(LOADING_S):
-            sizes = self._rows(np.array([len(text)], np.uint32).view(np.uint8)).view(np.uint32)[
-                :, 0
-            ]
+            sizes = self._rows(np.array([len(text)], np.uint32).view(np.uint8))
+            sizes = sizes.view(np.uint32)[:, 0]
             rows = zip(self._rows(np.pad(text, (0, sizes.max() - len(text)))), sizes)
         values = [json.loads(row[:size].tobytes()) for row, size in rows]
         for rank, each in enumerate(values):

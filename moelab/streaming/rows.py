@@ -111,15 +111,14 @@ def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Put a ``DiskEmbedding`` in the place of each table of more rows than the vocabulary has."""
     text = checkpoint.config.get("text_config") or checkpoint.config
     words = text.get("vocab_size") or checkpoint.config.get("vocab_size")
-    tables, inside = {}, set()
+    inside = set()
     for path, module in sorted(model.named_modules(), key=lambda named: named[0]):
         shards = {path: module}
         if [*module.children()] == ["shards"]:  # then the paths of its shards come after its own
             shards = {f"{path}.shards.{i}": shard for i, shard in enumerate(module.shards)}
-        if path not in inside and all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
-            tables[path] = shards
-            inside |= shards.keys()
-    for path, shards in tables.items():
+        if path in inside or not all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
+            continue
+        inside |= shards.keys()
         if not words or sum(len(s.weight) for s in shards.values()) <= words:
             continue
         wanted = {f"{p}.{n}": a for p, s in shards.items() for n, a in s.parameters().items()}

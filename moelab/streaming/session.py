@@ -10,9 +10,9 @@ from functools import partial
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache
 
-from ..checkpoint import FORKED, describe
+from ..checkpoint import FORKED, describe, leaves
 from ..memory import keep_no_holes, return_free_memory
 from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
@@ -109,8 +109,8 @@ class Session:
             finally:
                 self._caller, self._caches = None, []
 
-    def check_ranks(self) -> None:
-        """Raise if a call failed on this rank."""
+    def _recover(self):
+        """End all reads and make every slot held or free, after a call that an exception ended."""
         if isinstance(self._error, RankError):
             raise self._error
         if self._error is not None:
@@ -118,10 +118,6 @@ class Session:
                 f"rank {self.ranks.rank} of {self.ranks.size}: a call failed here, so the others "
                 f"cannot go on: {describe(self._error)}"
             )
-
-    def _recover(self):
-        """End all reads and make every slot held or free, after a call that an exception ended."""
-        self.check_ranks()
         self.reader.stop()
         with suppress(RuntimeError):  # arrays that another thread built and never scheduled
             mx.eval(self.handover.pending)
@@ -209,8 +205,6 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
     """The arrays of recurrent caches. (Those of attention caches are evaluated with the logits.)"""
-    for c in caches:
-        if isinstance(c, CacheList):
-            yield from recurrent_states(c.caches)
-        elif isinstance(c, ArraysCache):
+    for c in leaves(caches):
+        if isinstance(c, ArraysCache):
             yield [a for a in c.cache if a is not None]

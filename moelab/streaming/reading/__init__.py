@@ -1,14 +1,10 @@
 """Concurrent reads of file ranges, straight into the memory of MLX arrays.
 
 The ranges of a call are a table (``Ranges``), of which one call of native code, which holds no GIL,
-reads many. On Linux the calling thread of a small call first takes what the page cache holds. This
-also starts the reads of the other ranges, all at once. Where memory has little room for pages
-beside the slots, reads go past the page cache (``StreamConfig.reads``): a read then takes a third
-of a core's time, since the system need not free a page for each page that it reads.
-
-A layer that waits for experts calls ``Reader.start`` and ``finish``, and on CUDA those of
-``UploadingReader``, which reads into pinned memory that the GPU copies. Prefetches and fills of
-prompts (``Job``) call ``Reader.read_here`` on background threads, or ``Reader.fly``.
+reads many. Where memory has little room for pages beside the slots, reads go past the page cache
+(``direct``): a read then takes a third of a core's time, since the system need not free a page for
+each page that it reads. A layer that waits for experts calls ``Reader.start`` and ``finish``;
+prefetches and fills of prompts (``Job``) call ``read_here`` on background threads, or ``fly``.
 
 A read by native code that fails or comes back short is tried once more with ``preadv``. A read
 also fails if it still comes back short or its file has changed. ``ReadError`` names the file and,

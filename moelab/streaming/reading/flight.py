@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -30,10 +31,7 @@ SPIN_S = 3e-3
 
 
 class Queue:
-    """The system's queue of reads in flight, for one thread at a time.
-
-    The constructor raises ``OSError`` where the system has none or refuses it to this process.
-    """
+    """The system's queue of reads in flight, for one thread; ``OSError`` where there is none."""
 
     def __init__(self):
         numbers = CALLS.get(platform.machine())
@@ -49,10 +47,7 @@ class Queue:
         self._flying = []  # keeps for each flight what its reads need until they have ended
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
-        """Begin to read a table of ``Ranges.direct_table``; False if the queue has no room.
-
-        ``GOT`` is ``PENDING`` while a read is in flight, and then its bytes, or -1 if it failed.
-        """
+        """Begin to read a table of ``Ranges.direct_table``; False if the queue has no room."""
         self._flying = [flying for flying in self._flying if pending(flying[0])]
         before = table[:, OFFSET] % ALIGNED
         whole = -(-(before + table[:, NBYTES]) // ALIGNED) * ALIGNED
@@ -105,34 +100,28 @@ def pending(table: np.ndarray) -> bool:
     return PENDING in table[:, GOT].tolist()
 
 
+@dataclass(eq=False)
 class Flight:
-    """Ranges in flight, which can be waited for as a ``Future`` can.
+    """Ranges in flight, which can be waited for as a ``Future`` can."""
 
-    ``count`` gets their number, bytes and seconds when they have ended; the seconds are 0 if nobody
-    waited for them.
-    """
-
-    def __init__(
-        self,
-        queue: Queue,
-        ranges: Ranges,
-        table: np.ndarray,
-        count: Callable[[int, int, float], None],
-    ):
-        self._queue, self._ranges, self._table, self._count = queue, ranges, table, count
-        self._begin = time.perf_counter()
+    queue: Queue
+    ranges: Ranges
+    table: np.ndarray  # that ``Queue.begin`` was given
+    # Gets number, bytes and seconds when they have ended; 0 seconds if nobody waited for them.
+    count: Callable[[int, int, float], None]
+    begin: float = field(default_factory=time.perf_counter)
 
     def divided(self, parts: int) -> "list[Flight]":
         """Flights of equally many ranges each."""
-        n = len(self._table) // parts
-        rows = [slice(i, i + n) for i in range(0, len(self._table), n)]
-        return [Flight(self._queue, self._ranges[r], self._table[r], self._count) for r in rows]
+        n = len(self.table) // parts
+        rows = [slice(i, i + n) for i in range(0, len(self.table), n)]
+        return [Flight(self.queue, self.ranges[r], self.table[r], self.count) for r in rows]
 
     def done(self) -> bool:
         """Whether the reads have ended."""
-        if pending(self._table):
-            self._queue.reap()
-        return not pending(self._table)
+        if pending(self.table):
+            self.queue.reap()
+        return not pending(self.table)
 
     def result(self) -> float:
         """Wait for the reads, and read again what did not come whole.
@@ -140,15 +129,15 @@ class Flight:
         Returns the most seconds that they can have taken.
         """
         begin, waited = time.perf_counter(), False
-        while pending(self._table):
-            self._queue.reap(wait=time.perf_counter() - begin > SPIN_S)
+        while pending(self.table):
+            self.queue.reap(wait=time.perf_counter() - begin > SPIN_S)
             waited = True
-        if (self._table[:, GOT] != self._table[:, NBYTES]).any():
-            read_ranges(self._ranges.left(self._table))
+        if (self.table[:, GOT] != self.table[:, NBYTES]).any():
+            read_ranges(self.ranges.left(self.table))
             waited = True
-        took_s = time.perf_counter() - self._begin
-        check_unchanged(self._ranges.files.values())
-        self._count(len(self._table), self._ranges.nbytes, took_s if waited else 0.0)
+        took_s = time.perf_counter() - self.begin
+        check_unchanged(self.ranges.files.values())
+        self.count(len(self.table), self.ranges.nbytes, took_s if waited else 0.0)
         return took_s
 
 

@@ -3,6 +3,7 @@
 import ctypes
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,24 +16,15 @@ from .native import COLUMNS, COUNT, EXPERT, FD, GOT, IOV, NBYTES, OFFSET, TENSOR
 PIECE_NBYTES = 2 * 1024 * 1024  # bytes of a range that ``Ranges.moved`` does not divide
 
 
+@dataclass(eq=False)
 class Ranges:
-    """Reads, as a table ``[n, len(native.COLUMNS)]`` of int64 for native code.
+    """Reads, as a table for native code."""
 
-    ``files`` has the file of each descriptor, and ``tensors`` the name of each tensor's number.
-    ``may_copy`` says whether a GPU may copy the bytes to where they belong. ``kept`` is whatever
-    must live as long as the table, which has addresses in it.
-    """
-
-    def __init__(
-        self,
-        table: np.ndarray,
-        files: Mapping[int, File],
-        tensors: Sequence[str],
-        may_copy: bool = False,
-        kept: Any = None,
-    ):
-        self.table, self.files, self.tensors = table, files, tensors
-        self.may_copy, self.kept = may_copy, kept
+    table: np.ndarray  # ``[n, len(native.COLUMNS)]`` of int64
+    files: Mapping[int, File]  # the file of each descriptor
+    tensors: Sequence[str]  # the name of each tensor's number
+    may_copy: bool = False  # whether a GPU may copy the bytes to where they belong
+    kept: Any = None  # must live as long as the table, which has addresses in it
 
     @classmethod
     def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
@@ -61,10 +53,7 @@ class Ranges:
         return int(self.table[:, NBYTES].sum())
 
     def moved(self, address: int) -> "Ranges":
-        """The same bytes, read one behind the other into memory that begins at ``address``.
-
-        Long ranges are divided, so that several threads can read one.
-        """
+        """The same bytes, one behind the other from ``address`` on; long ranges are divided."""
         counts = -(-self.table[:, NBYTES] // PIECE_NBYTES)
         rows = np.arange(len(self)).repeat(counts)
         before = (np.arange(len(rows)) - (counts.cumsum() - counts)[rows]) * PIECE_NBYTES

@@ -32,11 +32,7 @@ AHEAD_NBYTES = 128 * 1024
 
 
 class Reader:
-    """Reads ranges of files with ``readers`` threads, and as many for background work.
-
-    ``direct``: ranges are read past the page cache (Linux). Where memory has little room for pages
-    beside the slots, pages cost time and save few reads.
-    """
+    """Reads ranges of files with ``readers`` threads, and as many for background work."""
 
     copies_in_graph = False  # whether the GPU copies the bytes read, as one of its operations
 
@@ -48,7 +44,7 @@ class Reader:
         self.read_s = 0.0
         self.closed = False
         self._files = {}
-        self._pool = self._background = None
+        self._new_pools()
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
@@ -96,10 +92,8 @@ class Reader:
         return self.readers == 1 or ranges.nbytes <= INLINE_NBYTES
 
     def _read_cached(self, ranges):
-        """Read what the page cache holds; return the other ranges, which the system has begun.
-
-        One reader reads nothing here: it has one read in flight.
-        """
+        """Read what the page cache holds; return the other ranges, which the system has begun."""
+        # One reader has one read in flight.
         if self.readers == 1 or not native.NOWAIT or ranges.nbytes > CACHED_NBYTES:
             return ranges
         begin = time.perf_counter()
@@ -122,12 +116,13 @@ class Reader:
         return [ranges[a:b] for a, b in pairwise(at) if a < b]
 
     def _read_in_pool(self, ranges, least_nbytes=1):
-        return [self._submit(self.read_here, part) for part in self._divided(ranges, least_nbytes)]
+        parts = self._divided(ranges, least_nbytes)
+        return [self._pool.submit(self.read_here, part) for part in parts]
 
-    def _submit(self, function, *args):
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.readers, thread_name_prefix="moelab-read")
-        return self._pool.submit(function, *args)
+    def _new_pools(self):
+        """Make pools for reads and for background work, whose threads begin with the first task."""
+        names = "moelab-read", "moelab-prefetch"
+        self._pool, self._background = (ThreadPoolExecutor(self.readers, name) for name in names)
 
     def finish(self, reads: list[Future | Flight]) -> None:
         """Wait until every read that ``start`` began has ended; raise if one of them failed."""
@@ -142,10 +137,10 @@ class Reader:
         self._no_demand.set()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
-        pools, self._pool, self._background = (self._pool, self._background), None, None
+        pools = self._pool, self._background
+        self._new_pools()
         for pool in pools:
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def read(self, ranges: Ranges) -> None:
         """Read all ranges and return when they have arrived."""
@@ -158,10 +153,6 @@ class Reader:
 
     def in_background(self, work: Callable, *args, threads: int = 1) -> None:
         """Call ``work`` on so many other threads. A ``Job`` calls ``give_way`` before each read."""
-        if self._background is None:
-            self._background = ThreadPoolExecutor(
-                self.readers, thread_name_prefix="moelab-prefetch"
-            )
         for _ in range(min(threads, self.readers)):
             self._background.submit(work, *args)
 

@@ -37,8 +37,7 @@ def as_read(
     A prefetch still reads those of the held ones that are ``flying``. ``computed`` has results that
     are not evaluated yet. Where reads go past the page cache and a part is computed at once, a slot
     takes a later expert as soon as its own is computed. Else the system reads ahead, and whole
-    waves take less time. ``read_on`` is called after a part once the reads of all experts have
-    begun.
+    waves take less time. ``read_on`` is called once the reads of all experts have begun.
     """
     later, S = [e for wave in later for e in wave], layer.table.num_slots
     size = min(S, layer.part_size(S)) if layer.refills else S

@@ -59,9 +59,9 @@ class SlotBank:
                 continue
             dtype, to, size = on_disk[names[0]], key[1], buffer.rows.shape[1]
             if dtype.size < to.size:  # read into the end of the memory that the result will fill
-                bits = buffer.rows.view(_NUMPY[dtype.size])[:, -size:]
+                bits = buffer.rows.view(f"u{dtype.size}")[:, -size:]
             else:
-                bits = np.empty(buffer.rows.shape, _NUMPY[dtype.size])
+                bits = np.empty(buffer.rows.shape, f"u{dtype.size}")
             self._converted.append((buffer.rows, bits, dtype, to))
             as_read |= {n: bits[:, slice(*parts[n][1:])] for n in names}
         self._buffers = list(buffers.values())
@@ -78,9 +78,9 @@ class SlotBank:
         self.into, self._tables, self._iovecs = _tables([[as_read[n] for n in g] for g in groups])
 
     @property
-    def num_filled(self) -> int:
-        """The number of slots that have memory: not emptied, or written since."""
-        return self.num_slots - len(self._empty)
+    def nbytes(self) -> int:
+        """The bytes of the slots that have memory: not emptied, or written since."""
+        return (self.num_slots - len(self._empty)) * self.expert_nbytes
 
     def reads(self, slots: dict[int, int]) -> Ranges:
         """The reads that bring experts into slots; call ``arrived`` for each once they ended."""
@@ -116,10 +116,7 @@ class SlotBank:
             _convert(rows[slot], bits[slot], dtype, to)
 
     def empty(self, first: int, last: int) -> None:
-        """Return the memory of slots ``[first:last]`` to the system until they are written again.
-
-        Nothing may be reading or computing with one of these slots.
-        """
+        """Return the memory of slots ``[first:last]``, which nothing uses, to the system."""
         self._empty.update(range(first, last))
         for buffer in self._buffers:
             rows = buffer.rows[first:last]
@@ -138,9 +135,8 @@ def can_empty() -> bool:
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
     """Group the names of parameters that follow each other on disk for every expert."""
     found, last = [], None
-    for name, t in sorted(
-        tensors.items(), key=lambda item: (str(item[1].files[0]), item[1].offsets[0])
-    ):
+    for name in sorted(tensors, key=lambda n: (str(tensors[n].files[0]), tensors[n].offsets[0])):
+        t = tensors[name]
         if last and last.files == t.files and t.offsets == [o + last.nbytes for o in last.offsets]:
             found[-1].append(name)
         else:
@@ -246,7 +242,6 @@ def _bits(array):
 
 
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-_NUMPY = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def _convert(rows, bits, dtype, to):

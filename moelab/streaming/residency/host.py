@@ -191,10 +191,7 @@ class HostExperts:
         return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:
-        """The slots (uint32) of at most S experts, which are filled when the array is computed.
-
-        The host does not know them.
-        """
+        """The slots (uint32) of at most S experts, which are filled when the array is computed."""
         if self._state is None:
             self._state = self._from_table()
         slots, self._state = self._kernel(

@@ -12,10 +12,7 @@ from .bank import SlotBank
 
 
 class Job:
-    """Experts on their way into slots of one layer, which belong to the job until ``collect``.
-
-    The experts are read past the page cache without a thread if possible, else by threads.
-    """
+    """Experts on their way into slots of one layer, which belong to the job until ``collect``."""
 
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
         self._reader, self._bank, self.slots = reader, bank, slots
@@ -72,14 +69,6 @@ class Job:
     def land(self, e: int) -> tuple[float | None, float]:
         """Wait for an expert's read; the seconds that it took (None: it failed) and of the wait."""
         begin, late = perf_counter(), not self.has_ended(e)
-        return self._wait(e), perf_counter() - begin if late else 0.0
-
-    def has_ended(self, e: int) -> bool:
-        """Whether an expert's read has ended."""
-        return self._flights[e].done() if self._flights else e in self._took_s
-
-    def _wait(self, e):
-        """Wait for an expert's read; return its seconds, None if it failed."""
         with suppress(ReadError):
             if self._flights:
                 self._took_s[e] = self._flights[e].result()
@@ -88,4 +77,8 @@ class Job:
             self._ended.clear()
             if e not in self._took_s:
                 self._ended.wait()
-        return self._took_s.get(e)
+        return self._took_s.get(e), perf_counter() - begin if late else 0.0
+
+    def has_ended(self, e: int) -> bool:
+        """Whether an expert's read has ended."""
+        return self._flights[e].done() if self._flights else e in self._took_s

@@ -58,11 +58,6 @@ class LayerSlots:
             self.host.bind(self.bank, self.table)
 
     @property
-    def nbytes(self) -> int:
-        """The bytes of memory of the slots."""
-        return self.bank.num_filled * self.bank.expert_nbytes
-
-    @property
     def holds_all(self) -> bool:
         """Whether every expert is in a slot."""
         return len(self.table.slot_of) == self.num_experts
@@ -92,10 +87,7 @@ class LayerSlots:
         return self._reader.direct and self.computes_at_once
 
     def resize(self, slots: int) -> None:
-        """Use so many slots, at most as many as were taken, and free the memory of the others.
-
-        No read and no computation with a slot may be running.
-        """
+        """Use so many slots, at most as many as were taken; nothing may be using one of them."""
         if not can_empty():
             return self._take(slots)
         self.job = None

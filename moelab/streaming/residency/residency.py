@@ -72,10 +72,7 @@ class Residency:
             yield from as_read(*call, self._fill_next, flying)
 
     def prefetch(self, i: int, experts: Iterable[int], kept: Collection[int] = ()) -> None:
-        """Begin to read experts that are not held, if they all fit and no prefetch is running.
-
-        None of them is evicted, and none of those that are ``kept``.
-        """
+        """Begin to read experts, if all fit and no prefetch runs; ``kept`` ones are not evicted."""
         layer = self.layers[i]
         layer.collect_prefetched(())  # what the last call did not need
         experts = layer.of_rank(experts)
@@ -111,10 +108,6 @@ class Residency:
         if self.layers[i].host is not None:
             self.layers[i].host.after = y
 
-    def skip(self, i: int) -> None:
-        """Note that a layer's call needs no expert of this rank."""
-        self.layers[i].collect_prefetched(())
-
     def read(self, i: int, experts: list[int]) -> None:
         """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
         layer = self.layers[i]
@@ -122,10 +115,7 @@ class Residency:
         layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
-        """Wait for the reads of the layer before, if the GPU waits for them.
-
-        If one failed, it raises ``ReadError``, and the results computed since must not be used.
-        """
+        """Wait for reads that the GPU waits for. ``ReadError``: results since then are wrong."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -144,13 +134,10 @@ class Residency:
     @property
     def nbytes(self) -> int:
         """The bytes of memory of all layers' slots."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.bank.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Use so many slots in each layer, at most as many as were taken.
-
-        No layer may be computing with one.
-        """
+        """Use so many slots in each layer; none may be computing with one."""
         self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
@@ -208,10 +195,7 @@ class Residency:
         return self._overlap and pairs >= AHEAD_PAIRS * layer.num_owned
 
     def _read_ahead(self, layer, experts, nbytes):
-        """Ask the system to cache experts that are in no slot; return their bytes.
-
-        The first ones are taken, of at most ``nbytes``.
-        """
+        """Ask the system to cache experts in no slot, at most so many bytes; return their bytes."""
         experts = layer.missing(experts)[: max(0, nbytes // layer.bank.expert_nbytes)]
         self._reader.read_ahead(layer.bank.places(experts))
         return len(experts) * layer.bank.expert_nbytes

@@ -95,10 +95,7 @@ class SlotTable:
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
     def resize(self, num_slots: int) -> None:
-        """Use the first ``num_slots`` slots, at most as many as at first, and forget the others.
-
-        No slot may be chosen or reserved.
-        """
+        """Use the first ``num_slots`` slots and forget the others; none may be reserved."""
         self.num_slots = num_slots
         self.slot_of = {e: slot for e, slot in self.slot_of.items() if slot < num_slots}
         self.recover()
