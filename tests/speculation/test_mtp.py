@@ -13,7 +13,7 @@ import pytest
 from drafting import FAST, plain, steps
 from families import build
 from interrupts import Interrupt
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from recurrent import difference
@@ -169,56 +169,14 @@ def texts(num, length=64):
     return [ids for both in zip(*(p[::10][: num // 2] for p in kinds)) for ids in both]
 
 
-def accepted(draft, n=1, tokens=48, num=4):
-    """The share of the first drafts that are accepted, while the text stays the target's own."""
-    model, rounds = trained(), []
-    for prompt in texts(num):
-        made = steps(model, prompt, draft, n, tokens)
-        assert [t for t, *_ in made] == plain(model, prompt, tokens)
+def test_acceptance_of_the_trained_head():
+    """Of the first drafts, while the text is the target's. A head that is read wrongly has 0.1."""
+    model, draft, rounds = trained(), MTPDraft(HEAD), []
+    for prompt in texts(4):
+        made = steps(model, prompt, draft, 1, 48)
+        assert [t for t, *_ in made] == plain(model, prompt, 48)
         rounds += dict.fromkeys(r for *_, r in made if r.drafted)
-    return np.mean([r.accepted > 0 for r in rounds])
-
-
-class WrongHead(MTPDraft):
-    """A head that is read with one mistake; none of them breaks a text."""
-
-    def __init__(self, fault):
-        super().__init__(HEAD)
-        self.fault, head = fault, self.model
-        if fault == "norms without their 1":
-            norms = {k: p - 1 for k, p in tree_flatten(head.parameters()) if "norm" in k}
-            head.update(tree_unflatten(list(norms.items())))
-
-    def bind(self, model, cache=None):
-        super().bind(model, cache)
-        if self.fault == "no final norm":
-            self._norm = lambda x: x
-
-    def extend(self, tokens, features):
-        super().extend(tokens, features)
-        if self.fault == "the token before":
-            self._hidden[-1] = mx.concatenate([mx.zeros((1, 256)), features])[:-1]
-
-    def _read(self, tokens, hidden):
-        embed = self._embed
-        if self.fault == "halves swapped":
-            states, hidden = hidden[None], embed(tokens)
-            self._embed = lambda _: states
-        try:
-            return super()._read(tokens, hidden)
-        finally:
-            self._embed = embed
-
-
-FAULTS = {"halves swapped": 0.1, "norms without their 1": 0.1, "no final norm": 0.1}
-
-
-def test_acceptance_tells_a_head_that_is_read_wrongly():
-    """No mistake changes the text, and each takes the acceptance away."""
-    right = accepted(MTPDraft(HEAD))
-    assert right > 0.6
-    for fault, most in {**FAULTS, "the token before": right / 2}.items():
-        assert accepted(WrongHead(fault)) < most, fault
+    assert np.mean([r.accepted > 0 for r in rounds]) > 0.6
 
 
 MODES = [("resident", 16), ("fused", 16), ("stacked", 48)]
