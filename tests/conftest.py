@@ -8,6 +8,7 @@ import pytest
 from small import small
 
 from moelab import DATA, synthesize
+from moelab.lab import limit
 
 # Tests whose cases run in ``make test-all`` only, but for those in which ``re.search`` finds the
 # words, or for every n-th. Slow is what repeats a property on more families, seeds or settings,
@@ -77,6 +78,15 @@ def in_time():
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def limits():
+    """Skips where memory cannot be limited."""
+    try:
+        limit.run(["true"], 100 << 20)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
 
 
 @pytest.fixture(scope="session")

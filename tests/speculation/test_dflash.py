@@ -2,7 +2,6 @@
 
 import json
 from functools import cache as once
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -10,13 +9,12 @@ import mlx_lm
 import numpy as np
 import pytest
 from draft_files import D, L, V, b, write_draft
-from drafting import FAST, plain, steps
+from drafting import FAST, MODELS, plain, steps, texts, trained
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
 from tiny_drafts import DRAFTS
 
-import moelab
 from moelab import kernels
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
@@ -27,8 +25,6 @@ from moelab.speculation.dflash import (
 )
 from moelab.speculation.drafts import ModelDraft
 from moelab.speculation.target import Capture
-
-MODELS = Path(__file__).parents[2] / "data" / "models"
 
 
 def reference(w, block, features, window):
@@ -207,11 +203,6 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     assert mx.get_cache_memory() < kept / 2
 
 
-@once
-def trained(name, mode="resident", kernels="mlx"):
-    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode, kernels=kernels, slots=16))[0]
-
-
 def trained_draft(name, kernels="mlx"):
     if name == "tiny-dflash":
         return DFlashDraft(MODELS / name)
@@ -221,7 +212,7 @@ def trained_draft(name, kernels="mlx"):
 @pytest.mark.parametrize("name, least", [("tiny-dflash", 2.5), ("tiny-draft", 3.0)])
 def test_acceptance_and_the_targets_own_text(name, least):
     """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
-    model, draft = trained("tiny-moe", kernels="auto"), trained_draft(name, "auto")
+    model, draft = trained(kernels="auto"), trained_draft(name, "auto")
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
         made = steps(model, prompt, draft, 15, 48)
@@ -232,16 +223,8 @@ def test_acceptance_and_the_targets_own_text(name, least):
 
 
 @once
-def texts(length=64):
-    """Held-out code and docstrings in turn: 20 prompts."""
-    kinds = (heldout_prompts(MODELS / "tiny-moe", kind, length) for kind in ("code", "prose"))
-    return [ids for both in zip(*(prompts[::10][:10] for prompts in kinds)) for ids in both]
-
-
-@once
 def written(i, tokens, kernels):
-    model = trained("tiny-moe", kernels=kernels)
-    return plain(model, texts()[i], tokens)
+    return plain(trained(kernels=kernels), texts(20)[i], tokens)
 
 
 @pytest.mark.parametrize("kernels", ["mlx", pytest.param("fast", marks=needs_kernels)])
@@ -255,7 +238,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
     none.
     """
     tokens = 24 if FAST else 100
-    prompt, expected = texts()[i], written(i, tokens, kernels)
+    prompt, expected = texts(20)[i], written(i, tokens, kernels)
     draft = trained_draft(name, kernels)
     for block in (2, 7, 16):
         made = steps(trained("tiny-moe", mode, kernels), prompt, draft, block - 1, tokens)
@@ -264,6 +247,6 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
         at = next((j for j in range(tokens) if got[j] != expected[j]), None)
         assert kernels == "mlx" or at is None, (block, at)
         if at is not None:
-            logits = trained("tiny-moe", kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
+            logits = trained(kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
             gap = (logits[expected[at]] - logits[got[at]]).item()
             assert abs(gap) <= 1e-4, (block, at, gap)
