@@ -13,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 import rank_processes as ranks
+from in_process import complete
 
 from moelab import DATA
 from moelab.__main__ import main
@@ -79,24 +80,19 @@ def served(tmp_path):
         ranks.stop(processes)
 
 
-def complete(client, **fields):
-    fields = {"model": "default_model", "prompt": PROMPT, "max_tokens": 16, **fields}
-    return client.completions.create(**fields)
-
-
 def test_serve(served):
     """Batched and alone; a client that goes, and requests that are refused, stop nobody."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text
-        assert complete(client, **more).choices[0].text + "\n" == expected
-        stream = complete(client, **more, max_tokens=500, stream=True)
+        assert complete(client, PROMPT, **more).choices[0].text + "\n" == expected
+        stream = complete(client, PROMPT, **more, max_tokens=500, stream=True)
         next(iter(stream))
         stream.close()
         for wrong in ({"model": "another"}, {"logit_bias": {"9999": 1}}):
             with pytest.raises(openai.BadRequestError):
-                complete(client, **more, **wrong)
-        assert complete(client, **more).choices[0].text + "\n" == expected
+                complete(client, PROMPT, **more, **wrong)
+        assert complete(client, PROMPT, **more).choices[0].text + "\n" == expected
     for process in processes:
         process.send_signal(signal.SIGINT)
     assert [rank.returncode for rank in ranks.finish(processes, 30)] == [0, 0]
@@ -105,7 +101,7 @@ def test_serve(served):
 def test_a_rank_of_serve_that_is_killed(served):
     """The client gets an error, and rank 0 ends with one line."""
     processes, client = served
-    stream = iter(complete(client, max_tokens=500, stream=True))
+    stream = iter(complete(client, PROMPT, max_tokens=500, stream=True))
     next(stream)
     processes[1].kill()
     begin = time.monotonic()

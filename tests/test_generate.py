@@ -41,21 +41,15 @@ def chatty(tmp_path_factory):
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
+def command(run):
     """Runs a command; what it printed, or the last line of its error."""
 
-    def run(*argv, stdin=None, code=0):
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        try:
-            got = main([str(a) for a in argv])
-        except SystemExit as stop:
-            got = stop.code
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err and got == code, err
-        return out if code == 0 else err.splitlines()[-1]
+    def command(*argv, stdin=None, code=0):
+        got = run(*argv, stdin=stdin)
+        assert got.code == code, got.said
+        return got.out if code == 0 else got.err
 
-    return run
+    return command
 
 
 def theirs(capsys, monkeypatch, *argv):

@@ -16,23 +16,16 @@ from needs import needs_kernels
 
 from moelab import StreamConfig
 from moelab.hooks import hooked
-from moelab.kernels import layers, modules
+from moelab.kernels import layers
 from moelab.speculation.rollback import Rollback
 from moelab.streaming.model import load_model
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("small_matrices")]
 
 FAMILIES = "qwen3_5_moe", "qwen3_next", "qwen3_moe"
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11, 12]])
 # Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
 BOUND = 2e-4
-
-
-@pytest.fixture(autouse=True)
-def small_matrices(monkeypatch):
-    """Plain matrices of any size, on any system."""
-    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
-    monkeypatch.setattr(modules.platform, "system", lambda: "Linux")
 
 
 @pytest.fixture

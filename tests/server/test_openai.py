@@ -9,7 +9,7 @@ import openai
 import pytest
 import speaker
 from fake_served import TOKENIZER, fake_served, parsed
-from in_process import Here, listening, two_servers
+from in_process import PROMPTS, Here, chat, complete, listening, two_servers, user
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -19,35 +19,15 @@ from moelab.commands.server.ask import Part, Token
 from moelab.commands.server.completions import Chat, Completions
 
 SAID = speaker.SAID
-PROMPTS = [
-    'def read_json(path):\n    """Read a JSON file and return its content."""',
-    "import numpy as np\n\ndef softmax(x, axis=-1):",
-    "class Stack:",
-    "for i in range(10):",
-]
-USUAL = {"model": "default_model", "max_tokens": 16}
 USAGE = {"stream_options": {"include_usage": True}}
 SAMPLED = {"temperature": 2, "max_tokens": 12}  # no two texts are alike by chance
 TOOLS = [speaker.CHAT_TOOL]
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def complete(client, prompt=PROMPTS[0], **fields):
-    return client.completions.create(prompt=prompt, **USUAL | fields)
-
-
-def chat(client, text=PROMPTS[0], **fields):
-    return client.chat.completions.create(messages=user(text), **USUAL | fields)
-
-
-def streamed(client, text=PROMPTS[0], **fields):
+def streamed(client, *messages, **fields):
     """What the client makes of a streamed chat, of which each event has all of its fields."""
-    state, fields = ChatCompletionStreamState(), USUAL | USAGE | fields
-    stream = client.chat.completions.create(messages=user(text), stream=True, **fields)
-    for event in stream:
+    state = ChatCompletionStreamState()
+    for event in chat(client, *messages, stream=True, **USAGE, **fields):
         event = event.model_dump(exclude_unset=True)
         state.handle_chunk(parsed(ChatCompletionChunk, event, ["reasoning"]))
         assert event["object"] == "chat.completion.chunk"
@@ -122,12 +102,12 @@ def test_echo(client):
 @two_servers
 def test_an_answer_of_a_model(client, mlx):
     """It is mlx-lm's, streamed or not, four at once; all but names and what was cached is alike."""
-    texts = {prompt: mlx.write(prompt) for prompt in PROMPTS}
+    texts = {prompt: mlx.write(prompt) for prompt in PROMPTS[:4]}
 
     def ask(prompt):
         for fields in ({}, {"stop": "return"}, {"seed": 3, **SAMPLED}):
             fields |= {"logprobs": True, "top_logprobs": 20, "n": 2}
-            one, other = chat(client, prompt, **fields), streamed(client, prompt, **fields)
+            one, other = (of(client, user(prompt), **fields) for of in (chat, streamed))
             parsed(ChatCompletion, one.model_dump(exclude_unset=True))
             for a, b in zip(one.choices, other.choices, strict=True):
                 assert (a.index, content(a)) == (b.index, content(b))
@@ -138,7 +118,7 @@ def test_an_answer_of_a_model(client, mlx):
             assert "seed" in fields or one.choices[0].message.content == expected
 
     with ThreadPoolExecutor(4) as threads:
-        [*threads.map(ask, PROMPTS)]
+        [*threads.map(ask, texts)]
 
 
 @two_servers
@@ -159,7 +139,7 @@ def test_seeds(client):
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.5, "seed": 1}])
 def test_log_probabilities_of_what_was_chosen(client, mlx, fields):
     """They are mlx-lm's, of the tokens that make the text (mlx-lm drops a first space of it)."""
-    answer = chat(client, PROMPTS[1], logprobs=True, top_logprobs=20, **fields).choices[0]
+    answer = chat(client, user(PROMPTS[1]), logprobs=True, top_logprobs=20, **fields).choices[0]
     scores, encode = answer.logprobs.content, mlx.tokenizer.encode
     text = b"".join(bytes(score.bytes) for score in scores).decode()
     assert answer.message.content in (text, text.removeprefix(" "))
@@ -174,7 +154,7 @@ def test_log_probabilities_of_what_was_chosen(client, mlx, fields):
 @pytest.mark.parametrize("served", ["streamed"], indirect=True)
 def test_content_in_parts_and_errors(client, mlx):
     parts = [{"type": "text", "text": text} for text in (PROMPTS[0][:9], PROMPTS[0][9:])]
-    assert chat(client, parts).choices[0].message.content == mlx.write(PROMPTS[0])
+    assert chat(client, user(parts)).choices[0].message.content == mlx.write(PROMPTS[0])
     wrong = {"temperature": -1, "tools": TOOLS, "model": "x", "response_format": {"type": "x"}}
     for name, value in wrong.items():
         for stream in (True, False):

@@ -81,13 +81,11 @@ def target(layers=L, hidden=D, vocab=V, seed=3):
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("chunks", [[11], [1, 1], [3, 7, 4], [0]])
-def test_equals_the_paper(tmp_path, chunks, fast, monkeypatch):
+def test_equals_the_paper(tmp_path, chunks, fast, small_matrices):
     w = write_draft(tmp_path)
     model = load_model(tmp_path)
     model.set_dtype(mx.float32)
     if fast:  # in one piece, though these matrices are small
-        monkeypatch.setattr(kernels.modules, "FLOAT_WEIGHTS", 0)
-        monkeypatch.setattr(kernels.modules.platform, "system", lambda: "Linux")
         kernels.use(model)
         blocks = kernels.blocks_of(model)
         assert blocks == {"Attention": 3, "TransformerBlock": 3}
