@@ -1,7 +1,5 @@
 """generate and serve with the experts divided over two ranks: one answer, that of one process."""
 
-import contextlib
-import io
 import os
 import re
 import signal
@@ -24,15 +22,14 @@ PROMPT = "def add(a, b):"
 SETTINGS = ("--slots", "12", "--kernels", "mlx")
 
 
-def alone(max_tokens, *options):
+@pytest.fixture
+def alone(run):
     """The text of one process."""
     argv = ["generate", MODEL, "--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F"]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main([*argv, *SETTINGS, "--max-tokens", str(max_tokens), *options]) == 0
-    return out.getvalue()
+    return lambda n, *options: run(*argv, *SETTINGS, "--max-tokens", n, *options).out
 
 
-def test_generate_under_mlx_launch():
+def test_generate_under_mlx_launch(alone):
     """Sampled, with drafts whose number rank 0's policy chooses; rank 0 alone prints."""
     port = hosts(2)[0][0].partition(":")[2]
     command = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring"]
@@ -80,7 +77,7 @@ def served(tmp_path):
         ranks.stop(processes)
 
 
-def test_serve(served):
+def test_serve(served, alone):
     """Batched and alone; a client that goes, and requests that are refused, stop nobody."""
     processes, client = served
     expected = alone(16)

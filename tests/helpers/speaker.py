@@ -5,8 +5,6 @@ import time
 from contextlib import contextmanager
 from functools import cache
 
-import mlx.core as mx
-import mlx_lm
 from fake_served import MODEL, fake_served
 from in_process import listening
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -56,15 +54,6 @@ def caller():
         tool_call_end=json_tools.tool_call_end,
     )
     return served
-
-
-def written(prompt):
-    """What mlx-lm writes after a chat of one message, with a tool and the template."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    messages, options = [{"role": "user", "content": prompt}], {"chat_template": TEMPLATE}
-    tokens = tokenizer.apply_chat_template(messages, tools=[CHAT_TOOL], **options)
-    return mlx_lm.generate(model, tokenizer, tokens, max_tokens=16), len(tokens)
 
 
 class Speaker:

@@ -8,9 +8,8 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from draft_files import D, L, V, b, write_draft
+from draft_files import D, L, V, b, target, write_draft
 from drafting import FAST, MODELS, plain, steps, texts, trained
-from mlx_lm.models import qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
 from tiny_drafts import DRAFTS
@@ -65,18 +64,6 @@ def reference(w, block, features, window):
         gate = linear(h, p + "gate_proj")
         x = x + linear(gate / (1 + np.exp(-gate)) * linear(h, p + "up_proj"), p + "down_proj")
     return norm(x, "norm")
-
-
-def target(layers=L, hidden=D, vocab=V, seed=3):
-    mx.random.seed(seed)
-    args = qwen3.ModelArgs(
-        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=48,
-        vocab_size=vocab, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = qwen3.Model(args)
-    mx.eval(model.parameters())
-    return model
 
 
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_kernels)])
