@@ -5,7 +5,6 @@ import importlib
 import inspect
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -263,20 +262,9 @@ def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, run):
 # Signals and pipes
 
 
-def test_ctrl_c_during_the_imports(tmp_path):
-    """The first half second is imports of what the command needs."""
-    (tmp_path / "mlx_lm.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    done = subprocess.run(
-        [sys.executable, "-m", "moelab", "check"], env=env, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (130, "interrupted\n")
-
-
 @pytest.mark.parametrize("delay_s", [0.3, 1.0])
 def test_ctrl_c_in_the_first_second(delay_s, model_path):
+    """At first during the imports of what the command needs, which take half a second."""
     process = subprocess.Popen(
         [sys.executable, "-m", "moelab", "generate", str(model_path), "--prompt", "x",
          "--max-tokens", "1000000"],

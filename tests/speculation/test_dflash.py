@@ -17,11 +17,7 @@ from tiny_drafts import DRAFTS
 from moelab import kernels
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
-from moelab.speculation.dflash import (
-    DFlashDraft,
-    default_layer_ids,
-    load_model,
-)
+from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
 from moelab.speculation.drafts import ModelDraft
 from moelab.speculation.target import Capture
 

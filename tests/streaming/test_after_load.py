@@ -16,9 +16,9 @@ import mlx_lm.fuse
 import numpy as np
 import pytest
 from families import K
+from greedy import greedy_logits
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -29,11 +29,7 @@ TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 CONFIG = moelab.StreamConfig(slots=K, kernels="mlx")
 
 
-def answer(model):
-    """Logits of a prompt and of one token after it."""
-    cache = make_prompt_cache(model)
-    first = model(mx.array([[5, 36, 67, 2]]), cache=cache)
-    return np.concatenate([np.array(first[0]), np.array(model(mx.array([[7]]), cache=cache)[0])])
+answer = functools.partial(greedy_logits, prompt=[5, 36, 67, 2], steps=2)
 
 
 def by_file(model, weights, file):

@@ -4,7 +4,6 @@ import gc
 
 import families
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
 from families import E, K
@@ -194,18 +193,6 @@ def test_from_env(variables, fields, monkeypatch):
     else:
         want = moelab.StreamConfig(**fields, readers=2)
         assert moelab.StreamConfig.from_env(readers=2) == want
-
-
-def test_mlx_lm_generates_with_it(random_tiny_moe):
-    resident, tokenizer = mlx_lm.load(random_tiny_moe)
-    resident.set_dtype(mx.float32)
-    prompts = [tokenizer.encode(t) for t in ("def read(self", "import os\n", "class A:\n    x")]
-    want = mlx_lm.batch_generate(resident, tokenizer, prompts, max_tokens=6).texts
-    one = mlx_lm.generate(resident, tokenizer, prompts[0], max_tokens=6)
-    model, tokenizer = moelab.load(random_tiny_moe, moelab.StreamConfig(slots=16, dtype="float32"))
-    with model:
-        assert mlx_lm.generate(model, tokenizer, prompts[0], max_tokens=6) == one
-        assert mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=6).texts == want
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
