@@ -3,13 +3,9 @@
 import threading
 import time
 from contextlib import contextmanager
-from functools import cache
 
-from fake_served import MODEL, fake_served
+from fake_served import fake_served, wrapped
 from in_process import listening
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
-from transformers import AutoTokenizer
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
@@ -40,19 +36,10 @@ TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 {% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
 
 
-@cache
 def caller():
     """What is served of a model that thinks and calls tools."""
-    hf = AutoTokenizer.from_pretrained(MODEL)
-    hf.chat_template = TEMPLATE
-    hf.add_tokens(["<think>", "</think>"])
     served = fake_served()
-    served.tokenizer = TokenizerWrapper(
-        hf,
-        tool_parser=json_tools.parse_tool_call,
-        tool_call_start=json_tools.tool_call_start,
-        tool_call_end=json_tools.tool_call_end,
-    )
+    served.tokenizer = wrapped(TEMPLATE)
     return served
 
 
