@@ -37,6 +37,7 @@ TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
+generate = partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,6 @@ def good(tmp_path_factory):
 def damaged(good, tmp_path):
     """A copy of the valid checkpoint, to be damaged."""
     return Path(shutil.copytree(good, tmp_path / "damaged"))
-
-
-def generate(model, steps=4):
-    return greedy_logits(model, PROMPT, steps)
 
 
 @pytest.fixture(scope="module")

@@ -69,9 +69,9 @@ class Speaker:
 
 
 @contextmanager
-def speaking(*said):
+def speaking(*said, engine=None):
     """The address of such a server, which speaks all dialects."""
-    engine = Speaker(*said)
+    engine = engine or Speaker(*said)
     app = http.app(engine, caller(), (Chat, Completions, Responses, Messages), ())
     with listening(app, engine) as url:
         yield url

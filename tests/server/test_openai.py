@@ -8,26 +8,13 @@ import mlx.core as mx
 import openai
 import pytest
 import speaker
-from fake_served import TOKENIZER, fake_served, parsed
-from in_process import (
-    MODEL,
-    PROMPTS,
-    SERVERS,
-    Here,
-    chat,
-    complete,
-    listening,
-    serving,
-    two_servers,
-    user,
-)
+from fake_served import TOKENIZER, parsed
+from in_process import MODEL, PROMPTS, SERVERS, Here, chat, complete, serving, two_servers, user
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Token
-from moelab.commands.server.completions import Chat, Completions
 
 SAID = speaker.SAID
 USAGE = {"stream_options": {"include_usage": True}}
@@ -76,8 +63,7 @@ def test_thoughts_and_calls(said, items):
 def test_log_probabilities_that_json_does_not_have(score):
     engine = speaker.Speaker()
     engine.events[:1] = [Part("a", [Token(5, score, [(5, score)])])]
-    app = http.app(engine, fake_served(), (Chat, Completions), ())
-    with listening(app, engine) as url:
+    with speaker.speaking(engine=engine) as url:
         client = Here(url).client
         (row,) = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
         row = [row.logprob, row.top_logprobs[0].logprob]
