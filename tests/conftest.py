@@ -41,7 +41,7 @@ SLOW = {
     # Each draft stays: one resident with MLX's kernels, which take 5 times as long, one streamed.
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
-    "::test_acceptance_and_the_targets_own_text": "dflash",
+    "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
     # Other samplers by the same rule.
     "::test_the_same_seed_writes_the_same_text": 6,
     # The policy stays, which chooses several numbers of drafts.

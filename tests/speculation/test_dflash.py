@@ -19,6 +19,7 @@ from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
 from moelab.speculation.drafts import ModelDraft
+from moelab.speculation.mtp import MTPDraft
 from moelab.speculation.target import Capture
 
 
@@ -187,19 +188,23 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
 def trained_draft(name, kernels="mlx"):
     if name == "tiny-dflash":
         return DFlashDraft(MODELS / name)
+    if name == "tiny-mtp":
+        return MTPDraft(MODELS / name)
     return ModelDraft(trained(name, kernels=kernels))
 
 
-@pytest.mark.parametrize("name, least", [("tiny-dflash", 2.5), ("tiny-draft", 3.0)])
-def test_acceptance_and_the_targets_own_text(name, least):
+@pytest.mark.parametrize(
+    "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
+)
+def test_acceptance_and_the_targets_own_text(name, n, least):
     """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
     model, draft = trained(kernels="auto"), trained_draft(name, "auto")
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
-        made = steps(model, prompt, draft, 15, 48)
+        made = steps(model, prompt, draft, n, 48)
         assert [t for t, *_ in made] == plain(model, prompt, 48)
         rounds = dict.fromkeys(r for *_, r in made)
-        accepted += [r.accepted for r in rounds if r.drafted == 15]
+        accepted += [r.accepted for r in rounds if r.drafted == n]
     assert 1 + np.mean(accepted) >= least
 
 
