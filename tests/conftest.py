@@ -1,13 +1,24 @@
 """The slow tier, and fixtures of several test files."""
 
+import io
 import json
 import re
 import signal
+import sys
+from types import SimpleNamespace
 
+import families
 import pytest
+from faults import read_in_threads
 from small import small
 
-from moelab import DATA, synthesize
+from moelab import DATA, StreamConfig, synthesize
+from moelab.__main__ import main
+from moelab.kernels import modules
+from moelab.lab import limit
+from moelab.streaming.model import load_model
+from moelab.streaming.reading import reader
+from moelab.streaming.residency import layer
 
 # Tests whose cases run in ``make test-all`` only, but for those in which ``re.search`` finds the
 # words, or for every n-th. Slow is what repeats a property on more families, seeds or settings,
@@ -30,7 +41,7 @@ SLOW = {
     # Each draft stays: one resident with MLX's kernels, which take 5 times as long, one streamed.
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
-    "::test_acceptance_and_the_targets_own_text": "dflash",
+    "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
     # Other samplers by the same rule.
     "::test_the_same_seed_writes_the_same_text": 6,
     # The policy stays, which chooses several numbers of drafts.
@@ -79,6 +90,34 @@ def in_time():
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command: its status, what it printed, its last line on stderr, all that it said."""
+
+    def run(*argv, stdin=None):
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        try:
+            code = main([str(a) for a in argv])
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        last = ["", *err.strip().splitlines()][-1]
+        return SimpleNamespace(code=code, out=out, err=last, said=out + err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def limits():
+    """Skips where memory cannot be limited."""
+    try:
+        limit.run(["true"], 100 << 20)
+    except limit.NoLimit as e:
+        pytest.skip(str(e))
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     """A byte-level tokenizer of some 270 entries, so that these tests need nothing of data/."""
@@ -113,14 +152,39 @@ def model_path(tmp_path_factory, tokenizer):
     )
 
 
+@pytest.fixture(scope="session")
+def moe(tmp_path_factory):
+    """A random checkpoint of two layers of attention and experts."""
+    folder = tmp_path_factory.mktemp("moe")
+    return families.write_checkpoint("qwen3_moe", folder / "qwen3_moe", "affine4")
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory):
+    """One of a layer with a recurrent state and one with attention."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    return families.write_checkpoint("qwen3_5_moe", folder / "qwen3_5_moe", "affine4")
+
+
 @pytest.fixture
-def streamed(tmp_path):
+def streamed(hybrid):
     """A random hybrid with four slots in each layer."""
-    import families
-
-    from moelab import StreamConfig
-    from moelab.streaming.model import load_model
-
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    with load_model(path, StreamConfig(slots=4))[0] as model:
+    with load_model(hybrid, StreamConfig(slots=4))[0] as model:
         yield model
+
+
+@pytest.fixture(params=["small reads", "reader threads"])
+def any_reads(request, monkeypatch):
+    """With reads in the calling thread, and in parts by the reader's threads."""
+    if request.param == "reader threads":
+        read_in_threads(monkeypatch)
+        monkeypatch.setattr(layer, "PART_NBYTES", 1)
+    else:
+        monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
+
+
+@pytest.fixture
+def small_matrices(monkeypatch):
+    """The fast kernels take plain matrices of any size, on any system."""
+    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
+    monkeypatch.setattr(modules.platform, "system", lambda: "Linux")

@@ -31,13 +31,13 @@ from moelab.streaming import model as model_module
 from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.model import load_model
-from moelab.streaming.reading import reader
 from moelab.streaming.residency import layer
 
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
+generate = partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,6 @@ def good(tmp_path_factory):
 def damaged(good, tmp_path):
     """A copy of the valid checkpoint, to be damaged."""
     return Path(shutil.copytree(good, tmp_path / "damaged"))
-
-
-def generate(model, steps=4):
-    return greedy_logits(model, PROMPT, steps)
 
 
 @pytest.fixture(scope="module")
@@ -279,17 +275,8 @@ def test_model_without_experts(tmp_path, failing_load):
 # Failures while a model streams
 
 
-@pytest.fixture(params=["inline", "threads"])
-def reading(request, monkeypatch):
-    """All reads in the calling thread, or all in the reader's threads."""
-    if request.param == "threads":
-        read_in_threads(monkeypatch)
-    else:
-        monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
-
-
 @pytest.mark.parametrize("mode", STREAMED)
-def test_read_fails_anywhere(mode, good, want, reading, monkeypatch):
+def test_read_fails_anywhere(mode, good, want, any_reads, monkeypatch):
     """The n-th read fails, after it wrote wrong bytes into its slot. The next call is right."""
     preadv, count, fail_at = os.preadv, 0, -1
 
@@ -345,7 +332,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("mode", STREAMED)
-def test_file_changed_while_streamed(mode, change, damaged, reading):
+def test_file_changed_while_streamed(mode, change, damaged, any_reads):
     with load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
         generate(model)
         time.sleep(0.02)  # a clock may be coarser than this test

@@ -1,7 +1,5 @@
 """generate and serve with the experts divided over two ranks: one answer, that of one process."""
 
-import contextlib
-import io
 import os
 import re
 import signal
@@ -13,6 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 import rank_processes as ranks
+from in_process import complete
 
 from moelab import DATA
 from moelab.__main__ import main
@@ -23,15 +22,14 @@ PROMPT = "def add(a, b):"
 SETTINGS = ("--slots", "12", "--kernels", "mlx")
 
 
-def alone(max_tokens, *options):
+@pytest.fixture
+def alone(run):
     """The text of one process."""
     argv = ["generate", MODEL, "--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F"]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        assert main([*argv, *SETTINGS, "--max-tokens", str(max_tokens), *options]) == 0
-    return out.getvalue()
+    return lambda n, *options: run(*argv, *SETTINGS, "--max-tokens", n, *options).out
 
 
-def test_generate_under_mlx_launch():
+def test_generate_under_mlx_launch(alone):
     """Sampled, with drafts whose number rank 0's policy chooses; rank 0 alone prints."""
     port = hosts(2)[0][0].partition(":")[2]
     command = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring"]
@@ -79,24 +77,19 @@ def served(tmp_path):
         ranks.stop(processes)
 
 
-def complete(client, **fields):
-    fields = {"model": "default_model", "prompt": PROMPT, "max_tokens": 16, **fields}
-    return client.completions.create(**fields)
-
-
-def test_serve(served):
+def test_serve(served, alone):
     """Batched and alone; a client that goes, and requests that are refused, stop nobody."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text
-        assert complete(client, **more).choices[0].text + "\n" == expected
-        stream = complete(client, **more, max_tokens=500, stream=True)
+        assert complete(client, PROMPT, **more).choices[0].text + "\n" == expected
+        stream = complete(client, PROMPT, **more, max_tokens=500, stream=True)
         next(iter(stream))
         stream.close()
         for wrong in ({"model": "another"}, {"logit_bias": {"9999": 1}}):
             with pytest.raises(openai.BadRequestError):
-                complete(client, **more, **wrong)
-        assert complete(client, **more).choices[0].text + "\n" == expected
+                complete(client, PROMPT, **more, **wrong)
+        assert complete(client, PROMPT, **more).choices[0].text + "\n" == expected
     for process in processes:
         process.send_signal(signal.SIGINT)
     assert [rank.returncode for rank in ranks.finish(processes, 30)] == [0, 0]
@@ -105,7 +98,7 @@ def test_serve(served):
 def test_a_rank_of_serve_that_is_killed(served):
     """The client gets an error, and rank 0 ends with one line."""
     processes, client = served
-    stream = iter(complete(client, max_tokens=500, stream=True))
+    stream = iter(complete(client, PROMPT, max_tokens=500, stream=True))
     next(stream)
     processes[1].kill()
     begin = time.monotonic()

@@ -65,14 +65,6 @@ def test_no_measured_number_is_typed(path):
     assert not found, "a cell prints it from its table; a name or setting may join NO_PROSE"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["6.6 GB", "12% of", "9 tok/s", "40 ms", "2 times as fast", "3x faster", "16<!--given-->"],
-)
-def test_a_typed_number_is_found(text):
-    assert typed(text)
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
     text = path.read_text()

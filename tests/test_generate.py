@@ -41,21 +41,15 @@ def chatty(tmp_path_factory):
 
 
 @pytest.fixture
-def command(capsys, monkeypatch):
+def command(run):
     """Runs a command; what it printed, or the last line of its error."""
 
-    def run(*argv, stdin=None, code=0):
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        try:
-            got = main([str(a) for a in argv])
-        except SystemExit as stop:
-            got = stop.code
-        out, err = capsys.readouterr()
-        assert "Traceback" not in err and got == code, err
-        return out if code == 0 else err.splitlines()[-1]
+    def command(*argv, stdin=None, code=0):
+        got = run(*argv, stdin=stdin)
+        assert got.code == code, got.said
+        return got.out if code == 0 else got.err
 
-    return run
+    return command
 
 
 def theirs(capsys, monkeypatch, *argv):
@@ -80,18 +74,31 @@ def drafted(draft, n):
     return [] if draft is None else ["--draft", draft, "--num-draft-tokens", n]
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-def test_the_text_is_that_of_mlx_lm(sampled, command, capsys, monkeypatch):
-    """Whatever drafts it, and the prompt before it: a template that adds nothing shows nothing."""
-    more = ["--prompt", PROMPT, "--max-tokens", 16]
-    more += ["--temp", 0.8, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5] if sampled else []
-    k = 50 if sampled else 0
-    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more, "--top-k", k)
-    for draft in DRAFTS:
-        options = [*SLOTS, *more, "--sampling-top-k", k, *drafted(draft, 3)]
+SAMPLED = ["--temp", 0.8, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5]
+WAYS = {  # options, and the drafts with which the text is the same
+    "greedy": ([], DRAFTS),
+    "sampled": (SAMPLED, DRAFTS),
+    "4 bits": (["--kv-bits", 4, "--kv-group-size", 32, "--quantized-kv-start", 0], DRAFTS[:1]),
+    "2 bits amid the answer": (["--kv-bits", 2, "--quantized-kv-start", 24], DRAFTS),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
+    """Whatever drafts it, and the prompt before it: a template that adds nothing shows nothing.
+
+    With every draft a cache is quantized at the same token.
+    """
+    (options, drafts), k = WAYS[way], 50 if way == "sampled" else 0
+    same = ["--prompt", PROMPT, "--max-tokens", 24, *options]
+    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *same, "--top-k", k)
+    for draft in drafts:
+        options = [*SLOTS, *same, "--sampling-top-k", k, *drafted(draft, 5)]
         got = command("generate", MODEL, *options)
         assert text_of(got) == PROMPT + wanted, draft
         assert ("drafts accepted" in got) == (draft not in (None, "lookup"))
+    plain = text_of(command("generate", MODEL, *SLOTS, *same[:4]))
+    assert (plain == PROMPT + wanted) == (way == "greedy")
 
 
 @pytest.fixture(scope="module")
@@ -100,23 +107,6 @@ def plain(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("plain") / "m"
     config = small("qwen3-30b-a3b")
     return synthesize.synthesize(path, config=config, tokenizer=tokenizer, progress=False)
-
-
-@pytest.mark.parametrize(
-    "quantized, drafts",
-    [
-        (["--kv-bits", "4", "--kv-group-size", "32", "--quantized-kv-start", "0"], DRAFTS[:1]),
-        (["--kv-bits", "2", "--quantized-kv-start", "24"], DRAFTS),  # amid the answer
-    ],
-)
-def test_a_quantized_cache(quantized, drafts, command, capsys, monkeypatch):
-    """The text of mlx-lm's command, with every draft: it is quantized at the same token."""
-    more = ["--prompt", PROMPT, "--max-tokens", 24]
-    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more, *quantized)
-    for draft in drafts:
-        got = command("generate", MODEL, *SLOTS, *more, *quantized, *drafted(draft, 5))
-        assert text_of(got) == PROMPT + wanted, draft
-    assert text_of(command("generate", MODEL, *SLOTS, *more)) != PROMPT + wanted
 
 
 @pytest.mark.parametrize("size", ["7", "500"])

@@ -11,8 +11,6 @@ from moelab.hooks import hooked
 
 
 class Double(nn.Module):
-    """A module with a parameter."""
-
     def __init__(self):
         super().__init__()
         self.weight = mx.array(2.0)
@@ -22,12 +20,10 @@ class Double(nn.Module):
 
 
 def add(n):
-    """A hook that adds n to the result."""
     return lambda original, *args, **kwargs: original(*args, **kwargs) + n
 
 
 def times(n):
-    """A hook that multiplies the result."""
     return lambda original, *args, **kwargs: original(*args, **kwargs) * n
 
 

@@ -1,9 +1,10 @@
-"""DFlash drafts in z-lab's layout."""
+"""DFlash drafts in z-lab's layout, and a model that they are for."""
 
 import json
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models import qwen3
 
 D, V, L, b = 32, 64, 6, 5
 CONFIG = {  # the keys of z-lab's config.json, in little
@@ -50,3 +51,16 @@ def write_draft(folder, seed=0, **changes):
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))
     return {k: np.array(w.astype(mx.float32), np.float64) for k, w in weights.items()}
+
+
+def target(layers=L, hidden=D, vocab=V):
+    """A dense model that such a draft is for."""
+    mx.random.seed(3)
+    args = qwen3.ModelArgs(
+        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=48,
+        vocab_size=vocab, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True,
+    )  # fmt: skip
+    model = qwen3.Model(args)
+    mx.eval(model.parameters())
+    return model

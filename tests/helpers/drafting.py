@@ -1,14 +1,18 @@
 """Drafts that need no model, and texts to compare."""
 
 import os
+from functools import cache as once
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from recurrent import V
 
+import moelab
+from moelab.lab.texts import heldout_prompts
 from moelab.speculation.generate import speculative_generate_step
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
+MODELS = moelab.DATA / "models"
 
 
 class Guess:
@@ -62,6 +66,19 @@ def steps(model, prompt, draft, n=4, max_tokens=40, **kwargs):
 def plain(model, prompt, max_tokens=40, **kwargs):
     """The tokens that mlx-lm generates without a draft."""
     return [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens, **kwargs)]
+
+
+@once
+def trained(name="tiny-moe", mode="resident", kernels="mlx", slots=16):
+    """A trained model, loaded once."""
+    return moelab.load(MODELS / name, moelab.StreamConfig(mode, slots, kernels=kernels))[0]
+
+
+@once
+def texts(num, length=64):
+    """Prompts of held-out code and docstrings in turn."""
+    kinds = (heldout_prompts(MODELS / "tiny-moe", kind, length) for kind in ("code", "prose"))
+    return [ids for both in zip(*(p[::10][: num // 2] for p in kinds)) for ids in both]
 
 
 PROMPT = [5, 17, 3, 80, 41, 2, 17]

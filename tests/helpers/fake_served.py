@@ -1,9 +1,13 @@
 """What a dialect is given of the served model, without a model; and official types, strictly."""
 
+from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
 
 import pydantic
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from transformers import AutoTokenizer
 
 from moelab import DATA
 
@@ -17,6 +21,23 @@ def fake_served(**args):
     """The model tiny-moe, with these arguments on the command line."""
     about = {"tokenizer": TOKENIZER, "name": "tiny-moe", "size": 8192, "has_states": False}
     return SimpleNamespace(args=SimpleNamespace(**ARGS | args), **about)
+
+
+@cache
+def _thinker(template):
+    hf = AutoTokenizer.from_pretrained(MODEL)
+    hf.chat_template = template
+    hf.add_tokens(["<think>", "</think>"])
+    return hf
+
+
+def wrapped(template=None, parser="json_tools", **format):
+    """The tokenizer of a model that thinks, and calls tools in a parser's format."""
+    if parser:
+        module = import_module(f"mlx_lm.tool_parsers.{parser}")
+        format["tool_parser"] = module.parse_tool_call
+        format |= {name: getattr(module, name) for name in ("tool_call_start", "tool_call_end")}
+    return TokenizerWrapper(_thinker(template), **format)
 
 
 def parsed(kind, value, may_have=()):

@@ -19,16 +19,16 @@ import sys
 import tempfile
 import time
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import families
 import mlx.core as mx
 import numpy as np
-from draft_files import write_draft
+from draft_files import target, write_draft
 from faults import edit_header
 from greedy import greedy_logits
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 
@@ -245,15 +245,6 @@ def write_bases(path):
     trace.save(path / "trace" / "trace.npz")
 
 
-def target():
-    """The dense model that the draft is for."""
-    mx.random.seed(3)
-    args = {**families.COMMON, "model_type": "qwen3", "num_hidden_layers": 6}
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(args))
-    mx.eval(model.parameters())
-    return model
-
-
 # Outcomes
 
 
@@ -276,126 +267,126 @@ def is_closed(before):
     return False
 
 
-class Cases:
-    def __init__(self, bases):
-        self.bases, self.known = Path(bases), {}
-        moelab.load(self.bases / CONFIGS[0])[0].__exit__()  # transformers keeps files open
-        gc.freeze()  # num_open is faster then
+def run(number, bases):
+    """One case: (kind, what was damaged and how, outcome, message)."""
+    rng = random.Random(number)
+    kind = rng.choice(list(KINDS))
+    folders, files, damage, attempt = KINDS[kind]
+    base = bases / rng.choice(folders)
+    file = rng.choice(sorted(base.glob(files)))
+    old = file.read_bytes()
+    new = damage(old, rng)
+    with tempfile.TemporaryDirectory() as folder:
+        damaged, message, before = Path(folder) / "case", "", num_open()
+        damaged.mkdir()
+        for entry in base.iterdir():
+            (damaged / entry.name).symlink_to(entry)
+        (damaged / file.name).unlink()
+        (damaged / file.name).write_bytes(new)
+        try:
+            outcome = attempt(base, damaged)
+        except (*ERRORS, ValueError) as e:
+            named = any(o in str(e) for o in (str(damaged), "StreamConfig", "draft:"))
+            outcome = "refused" if named else "raw"
+            message = f"{type(e).__name__}: {e}"
+        except BaseException as e:
+            outcome, message = "raw", f"{type(e).__name__}: {e}"
+        if outcome == "refused" and len(message) > MAX_MESSAGE:
+            outcome = "long"
+        if not is_closed(before):
+            outcome = "leaves files open"
+    what = f"{base.name}/{file.name}: {difference(old, new)}"
+    return kind, what, outcome, message[: MAX_MESSAGE + 1]
 
-    def once(self, key, make):
-        if key not in self.known:
-            self.known[key] = make()
-        return self.known[key]
 
-    def run(self, number):
-        """One case: (kind, what was damaged and how, outcome, message)."""
-        rng = random.Random(number)
-        kind = rng.choice(list(KINDS))
-        bases, files, damage, attempt = KINDS[kind]
-        base = self.bases / rng.choice(bases)
-        file = rng.choice(sorted(base.glob(files)))
-        old = file.read_bytes()
-        new = damage(old, rng)
-        with tempfile.TemporaryDirectory() as folder:
-            damaged, message, before = Path(folder) / "case", "", num_open()
-            damaged.mkdir()
-            for entry in base.iterdir():
-                (damaged / entry.name).symlink_to(entry)
-            (damaged / file.name).unlink()
-            (damaged / file.name).write_bytes(new)
-            try:
-                outcome = attempt(self, base, damaged)
-            except (*ERRORS, ValueError) as e:
-                named = any(o in str(e) for o in (str(damaged), "StreamConfig", "draft:"))
-                outcome = "refused" if named else "raw"
-                message = f"{type(e).__name__}: {e}"
-            except BaseException as e:
-                outcome, message = "raw", f"{type(e).__name__}: {e}"
-            if outcome == "refused" and len(message) > MAX_MESSAGE:
-                outcome = "long"
-            if not is_closed(before):
-                outcome = "leaves files open"
-        what = f"{base.name}/{file.name}: {difference(old, new)}"
-        return kind, what, outcome, message[: MAX_MESSAGE + 1]
+def text(path, **adapters):
+    """The tokens that a streamed model writes."""
+    load = moelab.load if adapters else load_model
+    with load(path, CONFIG, **adapters)[0] as model:
+        return greedy(model)
 
-    def model(self, base, damaged):
-        """The text must be the undamaged folder's, or plain mlx-lm's from the damaged one.
 
-        Some damage gives another valid model, for example another rope_theta.
-        """
+right_text = cache(text)
 
-        def tokens(path):
-            with load_model(path, CONFIG)[0] as model:
-                return greedy(model)
 
-        want = self.once(base, lambda: tokens(base))
-        moelab.footprint(damaged)
-        if (got := tokens(damaged)) == want:
-            return "same text"
-        right = base.name not in PACKED and got == greedy(families.load_resident(damaged))
-        return "as mlx-lm" if right else "WRONG TEXT"
+def model(base, damaged):
+    """The text must be the undamaged folder's, or plain mlx-lm's from the damaged one.
 
-    def tokenizer(self, _, damaged):
-        model, tokenizer = moelab.load(damaged, CONFIG)
-        with model:
-            tokenizer.decode(tokenizer.encode("def f(x):\n    return x"))
-            return "loads"
+    Some damage gives another valid model, for example another rope_theta.
+    """
+    moelab.footprint(damaged)
+    if (got := text(damaged)) == right_text(base):
+        return "same text"
+    right = base.name not in PACKED and got == greedy(families.load_resident(damaged))
+    return "as mlx-lm" if right else "WRONG TEXT"
 
-    def adapted(self, base, damaged):
-        model = self.bases / CONFIGS[0]
 
-        def tokens(adapters):
-            with moelab.load(model, CONFIG, adapter_path=str(adapters))[0] as loaded:
-                return greedy(loaded)
-
-        want = self.once(base, lambda: tokens(base))
-        if (got := tokens(damaged)) == want:
-            return "same text"
-        plain = load_adapters(families.load_resident(model), damaged)
-        plain.eval()
-        return "as mlx-lm" if got == greedy(plain) else "WRONG TEXT"
-
-    def drafted(self, _, damaged):
-        model = self.once("target", target)
-        want = self.once("text", lambda: greedy(model)[:STEPS])
-        steps = speculative_generate_step(
-            mx.array(PROMPT), model, DFlashDraft(damaged), num_draft_tokens=3, max_tokens=STEPS
-        )
-        return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
-
-    def trace(self, _, damaged):
-        t = moelab.Trace.load(damaged / "trace.npz")
-        assert len(t) == len(t.phase) == len(t.tokens) == len(t.experts)
-        assert t.experts.size == 0 or int(t.experts.max()) < t.num_experts
-        assert set(t.phase) <= {"prefill", "decode"} and t.tokens.dtype == np.int64
-        types = type(t.model), type(t.prompt), type(t.num_experts)
-        assert types == (str, str, int) and (t.seed is None or type(t.seed) is int)
+def tokenizer(_, damaged):
+    model, tokenizer = moelab.load(damaged, CONFIG)
+    with model:
+        tokenizer.decode(tokenizer.encode("def f(x):\n    return x"))
         return "loads"
 
 
+def adapted(base, damaged):
+    path = base.with_name(CONFIGS[0])
+    if (got := text(path, adapter_path=str(damaged))) == right_text(path, adapter_path=str(base)):
+        return "same text"
+    plain = load_adapters(families.load_resident(path), damaged)
+    plain.eval()
+    return "as mlx-lm" if got == greedy(plain) else "WRONG TEXT"
+
+
+@cache
+def drafts_target():
+    """The dense model that the draft is for, and its text."""
+    made = target(hidden=families.D, vocab=families.VOCAB)
+    return made, greedy(made)[:STEPS]
+
+
+def drafted(_, damaged):
+    made, want = drafts_target()
+    steps = speculative_generate_step(
+        mx.array(PROMPT), made, DFlashDraft(damaged), num_draft_tokens=3, max_tokens=STEPS
+    )
+    return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
+
+
+def trace(_, damaged):
+    t = moelab.Trace.load(damaged / "trace.npz")
+    assert len(t) == len(t.phase) == len(t.tokens) == len(t.experts)
+    assert t.experts.size == 0 or int(t.experts.max()) < t.num_experts
+    assert set(t.phase) <= {"prefill", "decode"} and t.tokens.dtype == np.int64
+    types = type(t.model), type(t.prompt), type(t.num_experts)
+    assert types == (str, str, int) and (t.seed is None or type(t.seed) is int)
+    return "loads"
+
+
 KINDS = {  # the folder, the file in it, its damage, and what is done with it
-    "header": (CONFIGS[:1], "*.safetensors", damage_header, Cases.model),
-    "packed": (PACKED, "*.safetensors", damage_header, Cases.model),
-    "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, Cases.model),
-    "config": (CONFIGS, "[cg]*config.json", damage_json, Cases.model),
-    "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, Cases.tokenizer),
-    "draft config": (("draft",), "config.json", damage_json, Cases.drafted),
-    "draft header": (("draft",), "*.safetensors", damage_header, Cases.drafted),
-    "adapter config": (("adapters",), "*.json", damage_json, Cases.adapted),
-    "adapter header": (("adapters",), "*.safetensors", damage_header, Cases.adapted),
-    "trace": (("trace",), "*.npz", damage_trace, Cases.trace),
+    "header": (CONFIGS[:1], "*.safetensors", damage_header, model),
+    "packed": (PACKED, "*.safetensors", damage_header, model),
+    "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, model),
+    "config": (CONFIGS, "[cg]*config.json", damage_json, model),
+    "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, tokenizer),
+    "draft config": (("draft",), "config.json", damage_json, drafted),
+    "draft header": (("draft",), "*.safetensors", damage_header, drafted),
+    "adapter config": (("adapters",), "*.json", damage_json, adapted),
+    "adapter header": (("adapters",), "*.safetensors", damage_header, adapted),
+    "trace": (("trace",), "*.npz", damage_trace, trace),
 }
 
 
 def main():
-    bases, first, step, last = sys.argv[1], *map(int, sys.argv[2:])
+    bases, first, step, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
-    cases, out = Cases(bases), os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an outcome
+    moelab.load(bases / CONFIGS[0])[0].__exit__()  # transformers keeps files open
+    gc.freeze()  # num_open is faster then
     for number in range(first, last, step):
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
         print(json.dumps({"case": number}), file=out)
-        found = dict(zip(("kind", "what", "outcome", "message"), cases.run(number)))
+        found = dict(zip(("kind", "what", "outcome", "message"), run(number, bases)))
         print(json.dumps({"case": number, **found}), file=out)
 
 

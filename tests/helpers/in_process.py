@@ -21,8 +21,34 @@ SERVERS = {  # how the model is served
     "tiny-draft": (*SLOTS, "--draft", str(DATA / "models/tiny-draft")),
     "tiny-dflash": (*SLOTS, "--draft-model", str(DATA / "models/tiny-dflash")),
 }
+PROMPTS = [
+    'def read_json(path):\n    """Read a JSON file and return its content."""',
+    "import numpy as np\n\ndef softmax(x, axis=-1):",
+    "class Stack:",
+    "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",
+    "for i in range(10):",
+    "from pathlib import Path",
+    "try:\n    import json",
+    "if __name__ ==",
+]
+USUAL = {"model": "default_model", "max_tokens": 16}
 # Of the fixtures ``served`` and ``client``: in batches, and with a draft.
 two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def complete(client, prompt=PROMPTS[0], **fields):
+    """What a server says after a prompt."""
+    return client.completions.create(prompt=prompt, **USUAL | fields)
+
+
+def chat(client, *messages, **fields):
+    """What it says after messages."""
+    messages = messages or (user(PROMPTS[0]),)
+    return client.chat.completions.create(messages=messages, **USUAL | fields)
 
 
 class Here:

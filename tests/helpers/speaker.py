@@ -3,15 +3,9 @@
 import threading
 import time
 from contextlib import contextmanager
-from functools import cache
 
-import mlx.core as mx
-import mlx_lm
-from fake_served import MODEL, fake_served
+from fake_served import fake_served, wrapped
 from in_process import listening
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
-from transformers import AutoTokenizer
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
@@ -42,29 +36,11 @@ TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 {% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
 
 
-@cache
 def caller():
     """What is served of a model that thinks and calls tools."""
-    hf = AutoTokenizer.from_pretrained(MODEL)
-    hf.chat_template = TEMPLATE
-    hf.add_tokens(["<think>", "</think>"])
     served = fake_served()
-    served.tokenizer = TokenizerWrapper(
-        hf,
-        tool_parser=json_tools.parse_tool_call,
-        tool_call_start=json_tools.tool_call_start,
-        tool_call_end=json_tools.tool_call_end,
-    )
+    served.tokenizer = wrapped(TEMPLATE)
     return served
-
-
-def written(prompt):
-    """What mlx-lm writes after a chat of one message, with a tool and the template."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
-    model.set_dtype(mx.float32)
-    messages, options = [{"role": "user", "content": prompt}], {"chat_template": TEMPLATE}
-    tokens = tokenizer.apply_chat_template(messages, tools=[CHAT_TOOL], **options)
-    return mlx_lm.generate(model, tokenizer, tokens, max_tokens=16), len(tokens)
 
 
 class Speaker:
@@ -93,9 +69,9 @@ class Speaker:
 
 
 @contextmanager
-def speaking(*said):
+def speaking(*said, engine=None):
     """The address of such a server, which speaks all dialects."""
-    engine = Speaker(*said)
+    engine = engine or Speaker(*said)
     app = http.app(engine, caller(), (Chat, Completions, Responses, Messages), ())
     with listening(app, engine) as url:
         yield url

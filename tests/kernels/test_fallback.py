@@ -1,6 +1,5 @@
 """Where the kernels cannot be used, models compute with MLX's. This needs no llvmlite."""
 
-import families
 import mlx.core as mx
 import pytest
 
@@ -9,16 +8,15 @@ from moelab.kernels import code, modules, quantized
 from moelab.streaming.model import load_model
 
 
-def test_without_llvmlite(tmp_path, monkeypatch):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
+def test_without_llvmlite(moe, monkeypatch):
     monkeypatch.setattr(code, "llvm", None)
     assert not kernels.available() and not quantized.supported(4, 64, 128)
     assert StreamConfig().resolved().kernels == "mlx"
     asked = StreamConfig(kernels="fast")
     assert asked.resolved() == asked
     with pytest.raises(ValueError, match="StreamConfig.kernels: 'fast'"):
-        load_model(path, asked)
-    with load_model(path, StreamConfig(kernels="auto"))[0] as model:
+        load_model(moe, asked)
+    with load_model(moe, StreamConfig(kernels="auto"))[0] as model:
         assert not kernels.used(model)
         assert model(mx.array([[5, 6, 7]])).shape[:2] == (1, 3)
     monkeypatch.setattr(modules.mx, "default_device", lambda: mx.cpu)

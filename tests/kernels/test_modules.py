@@ -21,7 +21,7 @@ from moelab import StreamConfig, kernels
 from moelab.kernels import attention, experts, modules
 from moelab.streaming.model import load_model
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("small_matrices")]
 
 # Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
 BOUND = 2e-4
@@ -33,13 +33,6 @@ def quantize(module, **kwargs):
         nn.quantize(module, **kwargs)
     mx.eval(module.parameters())
     return module.eval()
-
-
-@pytest.fixture(autouse=True)
-def small_matrices(monkeypatch):
-    """Plain matrices of any size, on any system."""
-    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
-    monkeypatch.setattr(modules.platform, "system", lambda: "Linux")
 
 
 def normal(*shape):

@@ -22,11 +22,6 @@ def quantize(w, form):
     return packed if mode == "affine" else [*packed, None]
 
 
-def build(packed, form):
-    mode, bits, group = form
-    return quantized.Matrices(*packed, group, bits, mode)
-
-
 def dequantize(packed, form):
     """What they hold, float64 ``[E, N, D]``."""
     mode, bits, group = form
@@ -40,7 +35,7 @@ def dequantize(packed, form):
 def matrices(form, outputs, inputs, experts=1, seed=0):
     """Random matrices, and what they hold."""
     packed = quantize(mx.random.normal((experts, outputs, inputs), key=mx.random.key(seed)), form)
-    return build(packed, form), dequantize(packed, form)
+    return quantized.Matrices(*packed, *reversed(form)), dequantize(packed, form)
 
 
 def rows(n, inputs, seed=1):
@@ -92,7 +87,7 @@ def test_every_weight_and_scale_of_mxfp4(exponent, inputs, widest):
     weight = np.full((1, 8, inputs // 8), 0x76543210, np.uint32)
     weight[:, ::2] = 0xFEDCBA98
     packed = weight, np.full((1, 8, inputs // 32), exponent, np.uint8), None
-    made, whole = build(packed, form), dequantize(packed, form)
+    made, whole = quantized.Matrices(*packed, *reversed(form)), dequantize(packed, form)
     y = multiply(made, np.eye(inputs, dtype=np.float32))
     assert np.array_equal(y.T, whole[0])
 

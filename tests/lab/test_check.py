@@ -6,7 +6,6 @@ import re
 import pytest
 
 from moelab import DATA, StreamConfig, kernels, plan
-from moelab.__main__ import main
 from moelab.lab import check, oscache
 
 MB = 1 << 20
@@ -36,10 +35,9 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
         ("Tiny-Nothing", "found none. Check the name.*plan takes a model by name"),
     ),
 )
-def test_check_says_what_is_no_model_with_experts(name, what, capsys):
-    assert main(["check", str(TINY.with_name(name))]) == 1
-    said = capsys.readouterr()
-    assert re.search(what, said.err) and not said.out
+def test_check_says_what_is_no_model_with_experts(name, what, run):
+    got = run("check", TINY.with_name(name))
+    assert got.code == 1 and re.search(what, got.err) and not got.out
 
 
 def test_dropped_pages_are_read_again(tmp_path):

@@ -1,6 +1,5 @@
 """Costs: what is measured, and what follows from the samples."""
 
-import families
 import numpy as np
 import pytest
 
@@ -19,19 +18,18 @@ def test_tokens_made_to_miss():
         assert np.unique(rows[:, layer][~hit[:, layer]], return_counts=True)[1].max() == 1
 
 
-def test_costs_are_measured_and_a_busy_machine_is_said(tmp_path, monkeypatch, capsys):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "m", "affine4")  # of 8 experts
+def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys):
     for wrong, said in (
         (moelab.StreamConfig(top_k=8, slots=8), "more experts than a token needs.*got 8 and 8"),
         (moelab.StreamConfig(mode="buffers"), "expected mode stacked or fused, got 'buffers'"),
     ):
         with pytest.raises(ValueError, match=said):
-            cost.measure_costs(path, wrong)
+            cost.measure_costs(moe, wrong)
     for top_k, misses, disturbed in ((1, {1}, True), (4, {1, 2, 4}, False), (7, {1}, False)):
-        record = cost.samples_of(path, moelab.StreamConfig(top_k=top_k), tokens=4)
+        record = cost.samples_of(moe, moelab.StreamConfig(top_k=top_k), tokens=4)
         record["load"] = {"disturbed": disturbed, "cores_of_others": 1.5}
         monkeypatch.setattr(cost, "samples_of", lambda *_, made=record: made)
-        costs = cost.measure_costs(path)
+        costs = cost.measure_costs(moe)
         monkeypatch.undo()
         assert ("other programs used 1.5 cores" in capsys.readouterr().err) is disturbed
         unknown = {"host_s_per_byte"} | (set() if costs.reads_direct else {"direct_s_per_byte"})

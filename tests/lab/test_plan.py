@@ -79,14 +79,11 @@ def test_a_draft_saves_waits_and_arithmetic_and_reads_more():
         ("Kimi-K3 --ram 8", 1, "kimi-k3 does not fit: even"),
     ),
 )
-def test_what_cannot_be_planned_is_refused(words, code, expected, capsys, monkeypatch):
+def test_what_cannot_be_planned_is_refused(words, code, expected, run, monkeypatch):
     monkeypatch.setattr(plan, "this_machine", None)  # nothing is measured before
     monkeypatch.setattr(plan, "measure_costs", None)
-    try:
-        got = main(["plan", *words.split()])
-    except SystemExit as ended:
-        got = ended.code
-    assert got == code and expected in capsys.readouterr().err
+    got = run("plan", *words.split())
+    assert got.code == code and expected in got.err
 
 
 @pytest.mark.parametrize(

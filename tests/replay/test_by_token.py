@@ -50,9 +50,3 @@ def test_any_number_of_experts(experts):
     assert routed.shape == (8192, 3, 5) and 0 <= routed.min() <= routed.max() < experts
     assert np.diff(np.sort(routed, -1), axis=-1).all()
     assert (routed.max() >= 64) == (experts > 64)
-
-
-@pytest.mark.parametrize("sizes", [(8, 64, 65, 8192), (8, 4, 5, 8192), (8, 64, 8, 100)])
-def test_a_trace_that_does_not_fit(sizes):
-    with pytest.raises(ValueError, match="routing: expected a trace of a text"):
-        by_token.fit(recorded_trace("code"), *sizes, 64)

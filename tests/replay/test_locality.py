@@ -21,19 +21,11 @@ def small(request):
 
 
 def test_lru_hit_rate(small):
-    distance = np.full((40, 3, 4), 11)
-    for layer in range(3):
-        stack = []  # least recent first
-        for t in range(40):
-            need = small.experts[t, layer].tolist()
-            for k, e in enumerate(need):
-                if e in stack:
-                    distance[t, layer, k] = len(stack) - 1 - stack.index(e)
-            stack = [e for e in stack if e not in need] + need
     rates = locality.lru_hit_rate(small, skip=5)
     assert rates.shape == (3, 12)
     for S in range(12):
-        np.testing.assert_allclose(rates[:, S], (distance[5:] < S).mean((0, 2)))
+        missed = locality.missing(small, 1, S, skip=5)  # of 4 experts
+        np.testing.assert_allclose(rates[:, S], 1 - missed / 4)
 
 
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))

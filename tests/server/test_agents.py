@@ -206,9 +206,11 @@ def test_errors(dialect):
 
 @both
 @pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
-def test_the_text_is_that_of_mlx_lm(dialect, draft):
+def test_the_text_is_that_of_mlx_lm(dialect, draft, mlx):
     """Streamed and not, alone and four at once; the second time its prompt is not read again."""
-    text, size = speaker.written(speaker.PROMPT)
+    options = {"tools": [speaker.CHAT_TOOL], "chat_template": speaker.TEMPLATE}
+    tokens = mlx.tokenizer.apply_chat_template(content(speaker.PROMPT), **options)
+    text, size = mlx.write(tokens), len(tokens)
     fields = {dialect.asked: content(speaker.PROMPT), dialect.length: 16}
     stops = [text[5:8], text[12:14]]
 

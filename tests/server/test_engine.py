@@ -8,23 +8,10 @@ from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
-from in_process import MODEL, SERVERS, SLOTS, serving, started, two_servers
+from in_process import MODEL, PROMPTS, SERVERS, chat, complete, serving, started, two_servers, user
 from mlx_lm.sample_utils import make_sampler
 
 from moelab.commands.server.ask import Ask
-
-PROMPTS = [
-    'def read_json(path):\n    """Read a JSON file and return its content."""',
-    "import numpy as np\n\ndef softmax(x, axis=-1):",
-    "class Stack:",
-    "def add(a, b):\n    return a + b\n\ndef add(a, b):\n    return",
-    "for i in range(10):",
-    "from pathlib import Path",
-    "try:\n    import json",
-    "if __name__ ==",
-]
-TOKENS = 16
-DEFAULT = {"model": "default_model", "max_tokens": TOKENS}
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +22,8 @@ def texts(mlx):
 every_server = pytest.mark.parametrize("served", SERVERS, indirect=True)
 
 
-def complete(client, prompt, **fields):
-    return client.completions.create(prompt=prompt, **DEFAULT | fields).choices[0].text
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def chat(client, *messages, **fields):
-    return client.chat.completions.create(messages=list(messages), **DEFAULT | fields)
+def text_of(client, prompt, **fields):
+    return complete(client, prompt, **fields).choices[0].text
 
 
 def cached(answer):
@@ -55,14 +34,14 @@ def cached(answer):
 def test_the_text_is_that_of_mlx_lm(client, texts):
     """Of eight at once, and of one in every form."""
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda p: complete(client, p), PROMPTS)) == texts
+        assert list(threads.map(lambda p: text_of(client, p), PROMPTS)) == texts
     prompt, text = PROMPTS[0], texts[0]
-    parts = client.completions.create(prompt=prompt, stream=True, **DEFAULT)
+    parts = complete(client, prompt, stream=True)
     assert "".join(part.choices[0].text for part in parts) == text
     answer = chat(client, user(prompt))
     assert answer.choices[0].message.content == text
     assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == TOKENS
+    assert answer.usage.completion_tokens == 16
 
 
 @every_server
@@ -74,9 +53,7 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
         prompt, text = rng.choice([*zip(PROMPTS, texts)])
         stops = [text[a : a + rng.randint(1, 9)] for a in rng.sample(range(len(text)), 3)]
         stops = ["no such text", *stops[: rng.randint(1, 3)]]
-        parts = client.completions.create(
-            prompt=prompt, stop=stops, stream=rng.random() < 0.5, **DEFAULT
-        )
+        parts = complete(client, prompt, stop=stops, stream=rng.random() < 0.5)
         choices = [part.choices[0] for part in (parts if hasattr(parts, "response") else [parts])]
         assert "".join(c.text for c in choices) == text[: min(text.find(s) % 10**6 for s in stops)]
         assert choices[-1].finish_reason == "stop"
@@ -103,7 +80,7 @@ def test_what_was_read_before_is_not_read_again(client, mlx):
     other = user("def empty(jobs):\n")
     assert 8 <= cached(chat(client, rules, other)) < length and not cached(chat(client, other))
     for text in ("import json\nimport re", "import json\nimport", "import json\nimport"):
-        answer = client.completions.create(prompt=text, **DEFAULT)
+        answer = complete(client, text)
     assert cached(answer) == answer.usage.prompt_tokens - 1 > 0
 
 
@@ -115,15 +92,15 @@ def test_prompts_that_begin_alike(client, mlx):
     shared = len(mlx.tokenizer.encode(begin))
     assert shared > 24
     for i, end in enumerate((" values + names", " sorted(names)", " {name: 1")):
-        answer = client.completions.create(prompt=begin + end, **DEFAULT)
+        answer = complete(client, begin + end)
         assert cached(answer) == (0 if i < 2 else shared)
     assert answer.choices[0].text == mlx.write(begin + end)
 
 
 def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
     for restarted in (False, True):
-        with serving(*SLOTS, "--prompt-cache-dir", str(tmp_path)) as server:
-            answer = server.client.completions.create(prompt=PROMPTS[0], **DEFAULT)
+        with serving(*SERVERS["streamed"], "--prompt-cache-dir", str(tmp_path)) as server:
+            answer = complete(server.client)
         assert answer.choices[0].text == texts[0] and bool(cached(answer)) == restarted
 
 
@@ -131,16 +108,16 @@ def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
 def test_a_seed_writes_the_text(client, mlx):
     """With a penalty, which looks at the whole prompt, cached or not; and of no other request."""
     fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
-    texts = {complete(client, PROMPTS[0], **fields) for _ in range(2)}
+    texts = {text_of(client, PROMPTS[0], **fields) for _ in range(2)}
     mx.random.seed(7)
     assert texts == {mlx.write(PROMPTS[0], sampler=make_sampler(0.8, top_p=1.0, top_k=50))}
     penalty = {"extra_body": {"repetition_penalty": 1.5, "repetition_context_size": 200}}
-    texts = [complete(client, PROMPTS[0], **penalty) for _ in range(2)]
-    assert texts[0] == texts[1] != complete(client, PROMPTS[0])
+    texts = [text_of(client, PROMPTS[0], **penalty) for _ in range(2)]
+    assert texts[0] == texts[1] != text_of(client, PROMPTS[0])
     unseeded = set()
     for _ in range(3):
-        complete(client, PROMPTS[0], **fields)
-        unseeded.add(complete(client, PROMPTS[0], temperature=2, max_tokens=40))
+        complete(client, **fields)
+        unseeded.add(text_of(client, PROMPTS[0], temperature=2, max_tokens=40))
     assert len(unseeded) == 3
 
 
@@ -148,9 +125,9 @@ def test_a_quantized_cache(mlx):
     """With a draft; again with the prompt cached."""
     options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
     wanted = mlx.write(PROMPTS[1], max_tokens=40, kv_bits=4, quantized_kv_start=20)
-    with serving(*SLOTS, *options) as server:
+    with serving(*SERVERS["streamed"], *options) as server:
         for _ in range(2):
-            assert complete(server.client, PROMPTS[1], max_tokens=40) == wanted
+            assert text_of(server.client, PROMPTS[1], max_tokens=40) == wanted
 
 
 @pytest.mark.parametrize("name", ["streamed", "lookup"])
@@ -160,7 +137,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
     written, long = {"long": "", "short": ""}, ids[:450]
 
     def ask(client, name, prompt):
-        for part in client.completions.create(prompt=prompt, stream=True, **DEFAULT):
+        for part in complete(client, prompt, stream=True):
             written[name] += part.choices[0].text
 
     options = (*SERVERS[name], "--prefill-step-size", "16")
@@ -179,7 +156,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
 
 def test_an_error_of_a_text_ends_no_other():
     """As of a sampler that cannot be made."""
-    told, (_, (_, engine)) = SimpleQueue(), started(*SLOTS)
+    told, (_, (_, engine)) = SimpleQueue(), started(*SERVERS["streamed"])
     for sampling in ({"unknown": 1}, {}):
         engine.begin(Ask([1], 4, sampling), told.put)
     assert isinstance(told.get(timeout=60), TypeError)

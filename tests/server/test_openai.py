@@ -8,46 +8,24 @@ import mlx.core as mx
 import openai
 import pytest
 import speaker
-from fake_served import TOKENIZER, fake_served, parsed
-from in_process import Here, listening, two_servers
+from fake_served import TOKENIZER, parsed
+from in_process import MODEL, PROMPTS, SERVERS, Here, chat, complete, serving, two_servers, user
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Token
-from moelab.commands.server.completions import Chat, Completions
 
 SAID = speaker.SAID
-PROMPTS = [
-    'def read_json(path):\n    """Read a JSON file and return its content."""',
-    "import numpy as np\n\ndef softmax(x, axis=-1):",
-    "class Stack:",
-    "for i in range(10):",
-]
-USUAL = {"model": "default_model", "max_tokens": 16}
 USAGE = {"stream_options": {"include_usage": True}}
 SAMPLED = {"temperature": 2, "max_tokens": 12}  # no two texts are alike by chance
 TOOLS = [speaker.CHAT_TOOL]
 
 
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def complete(client, prompt=PROMPTS[0], **fields):
-    return client.completions.create(prompt=prompt, **USUAL | fields)
-
-
-def chat(client, text=PROMPTS[0], **fields):
-    return client.chat.completions.create(messages=user(text), **USUAL | fields)
-
-
-def streamed(client, text=PROMPTS[0], **fields):
+def streamed(client, *messages, **fields):
     """What the client makes of a streamed chat, of which each event has all of its fields."""
-    state, fields = ChatCompletionStreamState(), USUAL | USAGE | fields
-    stream = client.chat.completions.create(messages=user(text), stream=True, **fields)
-    for event in stream:
+    state = ChatCompletionStreamState()
+    for event in chat(client, *messages, stream=True, **USAGE, **fields):
         event = event.model_dump(exclude_unset=True)
         state.handle_chunk(parsed(ChatCompletionChunk, event, ["reasoning"]))
         assert event["object"] == "chat.completion.chunk"
@@ -85,8 +63,7 @@ def test_thoughts_and_calls(said, items):
 def test_log_probabilities_that_json_does_not_have(score):
     engine = speaker.Speaker()
     engine.events[:1] = [Part("a", [Token(5, score, [(5, score)])])]
-    app = http.app(engine, fake_served(), (Chat, Completions), ())
-    with listening(app, engine) as url:
+    with speaker.speaking(engine=engine) as url:
         client = Here(url).client
         (row,) = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
         row = [row.logprob, row.top_logprobs[0].logprob]
@@ -122,12 +99,12 @@ def test_echo(client):
 @two_servers
 def test_an_answer_of_a_model(client, mlx):
     """It is mlx-lm's, streamed or not, four at once; all but names and what was cached is alike."""
-    texts = {prompt: mlx.write(prompt) for prompt in PROMPTS}
+    texts = {prompt: mlx.write(prompt) for prompt in PROMPTS[:4]}
 
     def ask(prompt):
         for fields in ({}, {"stop": "return"}, {"seed": 3, **SAMPLED}):
             fields |= {"logprobs": True, "top_logprobs": 20, "n": 2}
-            one, other = chat(client, prompt, **fields), streamed(client, prompt, **fields)
+            one, other = (of(client, user(prompt), **fields) for of in (chat, streamed))
             parsed(ChatCompletion, one.model_dump(exclude_unset=True))
             for a, b in zip(one.choices, other.choices, strict=True):
                 assert (a.index, content(a)) == (b.index, content(b))
@@ -138,7 +115,7 @@ def test_an_answer_of_a_model(client, mlx):
             assert "seed" in fields or one.choices[0].message.content == expected
 
     with ThreadPoolExecutor(4) as threads:
-        [*threads.map(ask, PROMPTS)]
+        [*threads.map(ask, texts)]
 
 
 @two_servers
@@ -159,7 +136,7 @@ def test_seeds(client):
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.5, "seed": 1}])
 def test_log_probabilities_of_what_was_chosen(client, mlx, fields):
     """They are mlx-lm's, of the tokens that make the text (mlx-lm drops a first space of it)."""
-    answer = chat(client, PROMPTS[1], logprobs=True, top_logprobs=20, **fields).choices[0]
+    answer = chat(client, user(PROMPTS[1]), logprobs=True, top_logprobs=20, **fields).choices[0]
     scores, encode = answer.logprobs.content, mlx.tokenizer.encode
     text = b"".join(bytes(score.bytes) for score in scores).decode()
     assert answer.message.content in (text, text.removeprefix(" "))
@@ -174,10 +151,66 @@ def test_log_probabilities_of_what_was_chosen(client, mlx, fields):
 @pytest.mark.parametrize("served", ["streamed"], indirect=True)
 def test_content_in_parts_and_errors(client, mlx):
     parts = [{"type": "text", "text": text} for text in (PROMPTS[0][:9], PROMPTS[0][9:])]
-    assert chat(client, parts).choices[0].message.content == mlx.write(PROMPTS[0])
+    assert chat(client, user(parts)).choices[0].message.content == mlx.write(PROMPTS[0])
     wrong = {"temperature": -1, "tools": TOOLS, "model": "x", "response_format": {"type": "x"}}
     for name, value in wrong.items():
         for stream in (True, False):
             with pytest.raises(openai.BadRequestError, match=name) as refused:
                 chat(client, **{"stream": stream, name: value})
             assert (refused.value.param, refused.value.type) == (name, "invalid_request_error")
+
+
+# The log-likelihoods that lm-eval (``local-completions``) reads, from what it sends
+
+PAIRS = [  # a context and what may follow it
+    ("def add(a, b):", "\n    return a + b\n"),
+    ("def add(a, b):", "\n    return"),
+    ("import numpy", " as np"),
+    ("for i in range(10", "):\n"),
+    ("# größer", " — 日本"),
+    ("<|endoftext|>", "class Stack:\n    def __init__(self):"),  # as it scores whole texts
+]
+
+
+@pytest.fixture
+def scored(mlx):
+    """Each pair's tokens, how many are context, and mlx-lm's sum and whether all are likeliest."""
+    rows, encode = [], mlx.tokenizer.encode
+    for context, continuation in PAIRS:
+        begun, tokens = encode(context), encode(context + continuation)
+        logprobs = mlx.scores(tokens)[len(begun) - 1 :]
+        follow = mx.array(tokens[len(begun) :])
+        total = mx.take_along_axis(logprobs, follow[:, None], axis=-1).sum().item()
+        greedy = mx.all(logprobs.argmax(-1) == follow).item()
+        rows.append((context + continuation, tokens, len(begun), total, greedy))
+    assert {row[-1] for row in rows} == {True, False}
+    return rows
+
+
+def read(choice, size):
+    """The sum and whether all are likeliest, as lm-eval's ``parse_logprobs`` finds them."""
+    own = choice["logprobs"]["token_logprobs"][size:-1]
+    best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][size:-1]]
+    return sum(own), own == best
+
+
+@pytest.mark.parametrize("name", ["streamed", "lookup"])
+def test_log_likelihoods(name, scored):
+    fixed = {"model": MODEL.name, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    with serving(*SERVERS[name]) as server:
+
+        def ask(prompt, max_tokens=1):
+            body = {"prompt": prompt, "max_tokens": max_tokens, **fixed}
+            status, answer = server.post("/completions", body)
+            assert status == 200, answer
+            return answer["choices"]
+
+        ids = [row[1] for row in scored]
+        # All at once as tokens, one by one as tokens and as text; twice, after caches were kept.
+        ways = [ask(ids), *zip(*((ask([t])[0], ask(text)[0]) for text, t, *_ in scored)), ask(ids)]
+        for choices in ways:
+            for choice, (text, tokens, size, total, greedy) in zip(choices, scored, strict=True):
+                assert len(choice["logprobs"]["token_logprobs"]) == len(tokens) + 1
+                assert choice["text"].startswith(text)
+                got, all_likeliest = read(choice, size)
+                assert (got, all_likeliest) == (pytest.approx(total, abs=1e-3), greedy)

@@ -1,12 +1,10 @@
 """Messages become tokens: what templates get, what is refused, where prompts part."""
 
 import pytest
+from fake_served import wrapped
+from in_process import user
 from mlx_lm.chat_templates import muse_spark
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.tool_parsers import json_tools
-from transformers import AutoTokenizer
 
-from moelab import DATA
 from moelab.commands.server.ask import Refused
 from moelab.commands.server.requests import ChatRequest
 from moelab.commands.server.template import chat_tokens
@@ -42,26 +40,6 @@ PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_en
 PLAIN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
-def user(content):
-    return {"role": "user", "content": content}
-
-
-@pytest.fixture
-def wrapped():
-    """Make a tokenizer of a model that thinks and calls tools, with this chat template."""
-
-    def make(template, calls=True, **format):
-        hf = AutoTokenizer.from_pretrained(DATA / "models/tiny-moe")
-        hf.chat_template = template
-        hf.add_tokens(["<think>", "</think>"])
-        if calls:
-            format |= {"tool_parser": json_tools.parse_tool_call, "tool_call_end": "</tool_call>"}
-            format |= {"tool_call_start": "<tool_call>"}
-        return TokenizerWrapper(hf, **format)
-
-    return make
-
-
 def chat(tokenizer, messages, tools=None, has_states=True, **given):
     messages = ChatRequest.of({"messages": messages}).messages
     return chat_tokens(tokenizer, messages, tools, given, has_states)
@@ -79,7 +57,7 @@ def refused(*args, **kwargs):
     return error.value.param, str(error.value)
 
 
-def test_content_is_text(wrapped):
+def test_content_is_text():
     """With and without a template."""
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [user(parts), {"role": "assistant", "content": None}, {"role": "assistant"}]
@@ -89,7 +67,7 @@ def test_content_is_text(wrapped):
     for template, role in ((PLAIN, "system"), (PLAIN + "{# developer #}", "developer")):
         messages[2] = {"role": "developer", "content": "Be short"}
         assert f"<|im_start|>{role}\nBe short" in text(wrapped(template), messages)
-    tokens, cuts, state = chat(wrapped(None, calls=False), messages)
+    tokens, cuts, state = chat(wrapped(None, parser=None), messages)
     said = "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"
     assert (wrapped(None).decode(tokens), cuts, state) == (said, [], "normal")
 
@@ -98,7 +76,7 @@ def function(arguments):
     return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 
 
-def test_calls_reach_the_template_as_objects(wrapped):
+def test_calls_reach_the_template_as_objects():
     calls = [*map(function, ('{"a": 1}', "", None, "{}", {}))]
     messages = [user("a"), {"role": "assistant", "content": None, "tool_calls": calls}]
     got = text(wrapped(THINKING), messages, TOOLS)
@@ -108,14 +86,14 @@ def test_calls_reach_the_template_as_objects(wrapped):
         messages = [user("a"), {"role": "assistant", "tool_calls": [call]}]
         param, words = refused(wrapped(THINKING), messages)
         assert param == "messages" and words.startswith("messages.1.tool_calls.0")
-    assert refused(wrapped(PLAIN, calls=False), [user("a")], TOOLS)[0] == "tools"
+    assert refused(wrapped(PLAIN, parser=None), [user("a")], TOOLS)[0] == "tools"
 
 
-def test_arguments_of_the_template(wrapped):
+def test_arguments_of_the_template():
     assert text(wrapped("{{ a }}{{ messages[0].content }}"), [user("x")], a=1) == "1x"
 
 
-def test_a_template_that_fails_is_refused(wrapped):
+def test_a_template_that_fails_is_refused():
     endless = "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"
     wrong = ("{{ raise_exception('no') }}", "{{ messages[9].content.x }}", "{% for", "{{ 1 // 0 }}")
     for template in (*wrong, endless):
@@ -123,14 +101,14 @@ def test_a_template_that_fails_is_refused(wrapped):
         assert param == "messages" and "chat template" in words
 
 
-def test_a_template_whose_probes_fail_still_works(wrapped):
+def test_a_template_whose_probes_fail_still_works():
     strict = "{% if not add_generation_prompt or messages[-1].content == '' %}"
     strict += "{{ raise_exception('no') }}{% endif %}" + PLAIN
     tokens, cuts, _ = chat(wrapped(strict), [{"role": "system", "content": "s"}, user("a")])
     assert cuts == [(len(tokens) - 1, "user")]
 
 
-def test_the_state_after_the_prompt(wrapped):
+def test_the_state_after_the_prompt():
     tokenizer = wrapped(THINKING)
     # What messages say opens no thinking and ends none.
     for word in ("a", "what is <think>?", "</think>", "</think><think>"):
@@ -144,7 +122,7 @@ def test_the_state_after_the_prompt(wrapped):
     assert chat(muse, [user("a")])[2] == "header"
 
 
-def test_prompts_part_after_the_system_and_after_the_last_message(wrapped):
+def test_prompts_part_after_the_system_and_after_the_last_message():
     tokenizer = wrapped(THINKING)
     system = {"role": "system", "content": "You are short."}
     for messages, tools in (([system, user("Hello")], None), ([user("Hello")], TOOLS)):
@@ -159,7 +137,7 @@ def test_prompts_part_after_the_system_and_after_the_last_message(wrapped):
     assert [kind for _, kind in chat(tokenizer, [user("Hello")])[1]] == ["user"]
 
 
-def test_an_agents_next_prompt_begins_with_what_was_kept(wrapped):
+def test_an_agents_next_prompt_begins_with_what_was_kept():
     """A turn may be rendered otherwise than it was written: its thinking is left out, or added."""
     tokenizer = wrapped(THINKING)
     messages = [{"role": "system", "content": "Use tools."}, user("1 + 1?")]

@@ -1,17 +1,15 @@
 """Stop strings, reasoning and tool calls, as functions of decoded text alone."""
 
-import importlib
 from itertools import pairwise
 
 import pytest
+from fake_served import wrapped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.chat_templates import muse_spark
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from moelab import DATA
 from moelab.commands.server.ask import Part, Run, total
 from moelab.commands.server.text import Splitter, Stops, token_bytes
 
@@ -34,26 +32,6 @@ GOOD = {  # a call of ``add`` with {"a": 1}, with its markers
     "pythonic": "<|tool_call_start|>[add(a=1)]<|tool_call_end|>",
     "qwen3_coder": "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>",
 }
-
-
-@pytest.fixture(scope="module")
-def hf():
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "models/tiny-moe")
-    tokenizer.add_tokens(["<think>", "</think>"])
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def wrapped(hf):
-    """Make the tokenizer of a model that thinks and calls tools in a parser's format."""
-
-    def make(parser, **format):
-        module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-        markers = (module.tool_call_start, module.tool_call_end)
-        format |= dict(zip(("tool_call_start", "tool_call_end"), markers))
-        return TokenizerWrapper(hf, tool_parser=module.parse_tool_call, **format)
-
-    return make
 
 
 def cut(text, places):
@@ -112,10 +90,8 @@ states, finishes = st.sampled_from(["normal", "reasoning"]), st.sampled_from(["s
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([*GOOD]), texts, cuts, states, finishes, st.sampled_from([TOOLS, None]))
-def test_any_cut_of_a_text_gives_the_same_answer(
-    wrapped, parser, text, places, state, finish, tools
-):
-    tokenizer = wrapped(parser)
+def test_any_cut_of_a_text_gives_the_same_answer(parser, text, places, state, finish, tools):
+    tokenizer = wrapped(parser=parser)
     whole = split(tokenizer, [text], tools, state, finish)
     assert split(tokenizer, cut(text, places), tools, state, finish) == whole
     runs, ended = whole
@@ -130,8 +106,8 @@ def test_any_cut_of_a_text_gives_the_same_answer(
 
 
 @pytest.mark.parametrize("parser", GOOD)
-def test_a_call_in_each_format(wrapped, parser):
-    tokenizer, good = wrapped(parser), GOOD[parser]
+def test_a_call_in_each_format(parser):
+    tokenizer, good = wrapped(parser=parser), GOOD[parser]
     call = Run("call", '{"a": 1}', "functions.add:0" if parser == "kimi_k2" else "made", "add")
     assert split(tokenizer, "so " + good) == ([Run("content", "so "), call], "tool_calls")
     runs, _ = split(tokenizer, "hm " + good, state="reasoning")
@@ -145,16 +121,16 @@ def test_a_call_in_each_format(wrapped, parser):
         assert finish == "tool_calls" or (runs, finish) == text_of(good)
 
 
-def test_several_calls(wrapped):
+def test_several_calls():
     """Each has an id; missing arguments are an empty object; only the first if that is asked."""
     text = '[TOOL_CALLS][{"name": "f"}, {"name": "g", "arguments": {"x": "é"}, "id": "abc"}]'
     calls = [Run("call", "{}", "made", "f"), Run("call", '{"x": "é"}', "abc", "g")]
-    assert split(wrapped("mistral"), text) == (calls, "tool_calls")
-    assert split(wrapped("mistral"), text, one=True) == (calls[:1], "tool_calls")
+    assert split(wrapped(parser="mistral"), text) == (calls, "tool_calls")
+    assert split(wrapped(parser="mistral"), text, one=True) == (calls[:1], "tool_calls")
     text = 2 * GOOD["json_tools"]
-    runs = Splitter(wrapped("json_tools"), TOOLS, "normal").add(Part(text, finish="stop")).runs
+    runs = Splitter(wrapped(), TOOLS, "normal").add(Part(text, finish="stop")).runs
     assert len({run.id for run in runs}) == 2
-    runs, _ = split(wrapped("json_tools"), [text + "b"], one=True)
+    runs, _ = split(wrapped(), [text + "b"], one=True)
     assert [run.kind for run in runs] == ["call", "content"]
 
 
@@ -175,23 +151,23 @@ NO_CALLS = {
 
 
 @pytest.mark.parametrize("parser", NO_CALLS)
-def test_what_is_no_call_is_text(wrapped, parser):
-    tokenizer = wrapped(parser)
+def test_what_is_no_call_is_text(parser):
+    tokenizer = wrapped(parser=parser)
     for inside in NO_CALLS[parser]:
         end = tokenizer.tool_call_end and tokenizer.tool_call_end + " and on"
         text = tokenizer.tool_call_start + inside + end
         assert split(tokenizer, [text]) == text_of(text), inside[:50]
 
 
-def test_thinking_goes_on_after_what_is_no_call(wrapped):
-    tokenizer = wrapped("json_tools")
+def test_thinking_goes_on_after_what_is_no_call():
+    tokenizer = wrapped()
     for text in ("I write <tool_call> for {}</tool_call> a tool", "the tag <tool_call>"):
         runs, _ = split(tokenizer, [text + "</think>Yes"], state="reasoning")
         assert runs == [thought(text), Run("content", "Yes")]
 
 
-def test_messages_with_headers(wrapped):
-    tokenizer = wrapped("muse_spark", response_format=muse_spark.RESPONSE_FORMAT)
+def test_messages_with_headers():
+    tokenizer = wrapped(parser="muse_spark", response_format=muse_spark.RESPONSE_FORMAT)
     text = "to=self<|message|>I think<|eom|> assistant to=user<|message|>Hello<|eot|>"
     for tools in (TOOLS, None):
         runs, _ = split(tokenizer, [text], tools, "header")
@@ -202,7 +178,8 @@ def test_messages_with_headers(wrapped):
     assert split(tokenizer, ["to=f" + text], TOOLS, "header") == text_of(text)
 
 
-def test_bytes_of_byte_level_tokens(hf):
+def test_bytes_of_byte_level_tokens():
+    hf = wrapped()._tokenizer
     for text in ("def f(x):\n\treturn 'é😀'  # \u2581 \ufffd .", "<|im_end|><think>"):
         tokens = hf.encode(text, add_special_tokens=False)
         assert b"".join(token_bytes(hf, token) for token in tokens) == text.encode()

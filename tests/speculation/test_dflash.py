@@ -2,33 +2,25 @@
 
 import json
 from functools import cache as once
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from draft_files import D, L, V, b, write_draft
-from drafting import FAST, plain, steps
-from mlx_lm.models import qwen3
+from draft_files import D, L, V, b, target, write_draft
+from drafting import FAST, MODELS, plain, steps, texts, trained
 from mlx_lm.models.cache import make_prompt_cache
 from needs import needs_kernels
 from tiny_drafts import DRAFTS
 
-import moelab
 from moelab import kernels
 from moelab.checkpoint import CheckpointError
 from moelab.lab.texts import heldout_prompts
-from moelab.speculation.dflash import (
-    DFlashDraft,
-    default_layer_ids,
-    load_model,
-)
+from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
 from moelab.speculation.drafts import ModelDraft
+from moelab.speculation.mtp import MTPDraft
 from moelab.speculation.target import Capture
-
-MODELS = Path(__file__).parents[2] / "data" / "models"
 
 
 def reference(w, block, features, window):
@@ -71,27 +63,13 @@ def reference(w, block, features, window):
     return norm(x, "norm")
 
 
-def target(layers=L, hidden=D, vocab=V, seed=3):
-    mx.random.seed(seed)
-    args = qwen3.ModelArgs(
-        model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=48,
-        vocab_size=vocab, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-        rms_norm_eps=1e-6, rope_theta=1e4, max_position_embeddings=512, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = qwen3.Model(args)
-    mx.eval(model.parameters())
-    return model
-
-
 @pytest.mark.parametrize("fast", [False, pytest.param(True, marks=needs_kernels)])
 @pytest.mark.parametrize("chunks", [[11], [1, 1], [3, 7, 4], [0]])
-def test_equals_the_paper(tmp_path, chunks, fast, monkeypatch):
+def test_equals_the_paper(tmp_path, chunks, fast, small_matrices):
     w = write_draft(tmp_path)
     model = load_model(tmp_path)
     model.set_dtype(mx.float32)
     if fast:  # in one piece, though these matrices are small
-        monkeypatch.setattr(kernels.modules, "FLOAT_WEIGHTS", 0)
-        monkeypatch.setattr(kernels.modules.platform, "system", lambda: "Linux")
         kernels.use(model)
         blocks = kernels.blocks_of(model)
         assert blocks == {"Attention": 3, "TransformerBlock": 3}
@@ -207,41 +185,32 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     assert mx.get_cache_memory() < kept / 2
 
 
-@once
-def trained(name, mode="resident", kernels="mlx"):
-    return moelab.load(MODELS / name, moelab.StreamConfig(mode=mode, kernels=kernels, slots=16))[0]
-
-
 def trained_draft(name, kernels="mlx"):
     if name == "tiny-dflash":
         return DFlashDraft(MODELS / name)
+    if name == "tiny-mtp":
+        return MTPDraft(MODELS / name)
     return ModelDraft(trained(name, kernels=kernels))
 
 
-@pytest.mark.parametrize("name, least", [("tiny-dflash", 2.5), ("tiny-draft", 3.0)])
-def test_acceptance_and_the_targets_own_text(name, least):
+@pytest.mark.parametrize(
+    "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
+)
+def test_acceptance_and_the_targets_own_text(name, n, least):
     """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
-    model, draft = trained("tiny-moe", kernels="auto"), trained_draft(name, "auto")
+    model, draft = trained(kernels="auto"), trained_draft(name, "auto")
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
-        made = steps(model, prompt, draft, 15, 48)
+        made = steps(model, prompt, draft, n, 48)
         assert [t for t, *_ in made] == plain(model, prompt, 48)
         rounds = dict.fromkeys(r for *_, r in made)
-        accepted += [r.accepted for r in rounds if r.drafted == 15]
+        accepted += [r.accepted for r in rounds if r.drafted == n]
     assert 1 + np.mean(accepted) >= least
 
 
 @once
-def texts(length=64):
-    """Held-out code and docstrings in turn: 20 prompts."""
-    kinds = (heldout_prompts(MODELS / "tiny-moe", kind, length) for kind in ("code", "prose"))
-    return [ids for both in zip(*(prompts[::10][:10] for prompts in kinds)) for ids in both]
-
-
-@once
 def written(i, tokens, kernels):
-    model = trained("tiny-moe", kernels=kernels)
-    return plain(model, texts()[i], tokens)
+    return plain(trained(kernels=kernels), texts(20)[i], tokens)
 
 
 @pytest.mark.parametrize("kernels", ["mlx", pytest.param("fast", marks=needs_kernels)])
@@ -255,7 +224,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
     none.
     """
     tokens = 24 if FAST else 100
-    prompt, expected = texts()[i], written(i, tokens, kernels)
+    prompt, expected = texts(20)[i], written(i, tokens, kernels)
     draft = trained_draft(name, kernels)
     for block in (2, 7, 16):
         made = steps(trained("tiny-moe", mode, kernels), prompt, draft, block - 1, tokens)
@@ -264,6 +233,6 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
         at = next((j for j in range(tokens) if got[j] != expected[j]), None)
         assert kernels == "mlx" or at is None, (block, at)
         if at is not None:
-            logits = trained("tiny-moe", kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
+            logits = trained(kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
             gap = (logits[expected[at]] - logits[got[at]]).item()
             assert abs(gap) <= 1e-4, (block, at, gap)

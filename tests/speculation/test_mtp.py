@@ -3,30 +3,25 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cache as once
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
-from drafting import FAST, plain, steps
+from drafting import FAST, MODELS, plain, steps, texts, trained
 from families import build
 from interrupts import Interrupt
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from recurrent import difference
 from recurrent import seen as seen_in
 
-import moelab
-from moelab import StreamConfig, speculation
+from moelab import speculation
 from moelab.checkpoint import CheckpointError, model_classes
-from moelab.lab.texts import heldout_prompts
 from moelab.speculation.mtp import NEXTN, MTPDraft, load_head
 from moelab.speculation.target import Capture
 
-TINY_MOE = Path(__file__).parents[2] / "data" / "models" / "tiny-moe"
+TINY_MOE, HEAD = MODELS / "tiny-moe", MODELS / "tiny-mtp"
 T = 9
 
 
@@ -154,71 +149,8 @@ def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
 
 # The trained head
 
-HEAD = TINY_MOE.parent / "tiny-mtp"
 
-
-@once
-def trained(mode="fused", kernels="auto", slots=16):
-    return moelab.load(TINY_MOE, StreamConfig(mode=mode, kernels=kernels, slots=slots))[0]
-
-
-@once
-def texts(num, length=64):
-    """Held-out code and docstrings in turn."""
-    kinds = (heldout_prompts(TINY_MOE, kind, length) for kind in ("code", "prose"))
-    return [ids for both in zip(*(p[::10][: num // 2] for p in kinds)) for ids in both]
-
-
-def accepted(draft, n=1, tokens=48, num=4):
-    """The share of the first drafts that are accepted, while the text stays the target's own."""
-    model, rounds = trained(), []
-    for prompt in texts(num):
-        made = steps(model, prompt, draft, n, tokens)
-        assert [t for t, *_ in made] == plain(model, prompt, tokens)
-        rounds += dict.fromkeys(r for *_, r in made if r.drafted)
-    return np.mean([r.accepted > 0 for r in rounds])
-
-
-class WrongHead(MTPDraft):
-    """A head that is read with one mistake; none of them breaks a text."""
-
-    def __init__(self, fault):
-        super().__init__(HEAD)
-        self.fault, head = fault, self.model
-        if fault == "norms without their 1":
-            norms = {k: p - 1 for k, p in tree_flatten(head.parameters()) if "norm" in k}
-            head.update(tree_unflatten(list(norms.items())))
-
-    def bind(self, model, cache=None):
-        super().bind(model, cache)
-        if self.fault == "no final norm":
-            self._norm = lambda x: x
-
-    def extend(self, tokens, features):
-        super().extend(tokens, features)
-        if self.fault == "the token before":
-            self._hidden[-1] = mx.concatenate([mx.zeros((1, 256)), features])[:-1]
-
-    def _read(self, tokens, hidden):
-        embed = self._embed
-        if self.fault == "halves swapped":
-            states, hidden = hidden[None], embed(tokens)
-            self._embed = lambda _: states
-        try:
-            return super()._read(tokens, hidden)
-        finally:
-            self._embed = embed
-
-
-FAULTS = {"halves swapped": 0.1, "norms without their 1": 0.1, "no final norm": 0.1}
-
-
-def test_acceptance_tells_a_head_that_is_read_wrongly():
-    """No mistake changes the text, and each takes the acceptance away."""
-    right = accepted(MTPDraft(HEAD))
-    assert right > 0.6
-    for fault, most in {**FAULTS, "the token before": right / 2}.items():
-        assert accepted(WrongHead(fault)) < most, fault
+STREAMED = {"mode": "fused", "kernels": "auto"}
 
 
 MODES = [("resident", 16), ("fused", 16), ("stacked", 48)]
@@ -229,7 +161,7 @@ MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 @pytest.mark.parametrize("n", [1, 3, "auto"])
 def test_text_and_cache_are_as_without_guesses(mode, slots, n):
     """The text is the target's, and the head's cache is as if all of it had been read at once."""
-    model, tokens = trained(mode, slots=slots), 24 if FAST else 300
+    model, tokens = trained(mode=mode, kernels="auto", slots=slots), 24 if FAST else 300
     for prompt in texts(2 if FAST else 20 if n == 3 and mode != "serial" else 4):
         draft, own = MTPDraft(HEAD), make_prompt_cache(model)
         cache = [*own, *draft.make_cache()]
@@ -252,7 +184,7 @@ def test_text_and_cache_are_as_without_guesses(mode, slots, n):
 
 def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
     """Before every line of speculation that a prompt and its rounds run through."""
-    model, draft, prompt = trained(), MTPDraft(HEAD), texts(2, 8)[0]
+    model, draft, prompt = trained(**STREAMED), MTPDraft(HEAD), texts(2, 8)[0]
     wanted, n = plain(model, prompt, 5), 1
     while True:
         with Interrupt(n, speculation) as interrupt, suppress(KeyboardInterrupt):
@@ -266,7 +198,7 @@ def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
 
 
 def test_texts_in_turn_go_on_from_their_caches_in_another_thread():
-    model, draft, prompts = trained(), MTPDraft(HEAD), texts(2)
+    model, draft, prompts = trained(**STREAMED), MTPDraft(HEAD), texts(2)
     own = [make_prompt_cache(model) for _ in prompts]
     drafted = [[*make_prompt_cache(model), *draft.make_cache()] for _ in prompts]
     for given in (prompts, [[17, 5], [300]], [[9], [21, 4, 8]]):

@@ -2,7 +2,6 @@
 
 import copy
 
-import families
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -258,11 +257,10 @@ def test_bad_input():
             steps(target, prompt, Guess(repeat), prompt_cache=cache)
 
 
-def test_streamed_counters_are_consistent(tmp_path):
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+def test_streamed_counters_are_consistent(hybrid):
+    resident, _ = load_model(hybrid, moelab.StreamConfig(mode="resident"))
     expected = plain(resident, PROMPT)
-    with load_model(path, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
+    with load_model(hybrid, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
         got = steps(model, PROMPT, Guess(repeat), 4)
         assert [t for t, *_ in got] == expected
         counted = moelab.stats(model)

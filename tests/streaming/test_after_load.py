@@ -16,9 +16,9 @@ import mlx_lm.fuse
 import numpy as np
 import pytest
 from families import K
+from greedy import greedy_logits
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -29,16 +29,7 @@ TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 CONFIG = moelab.StreamConfig(slots=K, kernels="mlx")
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("m"), "affine4")
-
-
-def answer(model):
-    """Logits of a prompt and of one token after it."""
-    cache = make_prompt_cache(model)
-    first = model(mx.array([[5, 36, 67, 2]]), cache=cache)
-    return np.concatenate([np.array(first[0]), np.array(model(mx.array([[7]]), cache=cache)[0])])
+answer = functools.partial(greedy_logits, prompt=[5, 36, 67, 2], steps=2)
 
 
 def by_file(model, weights, file):
@@ -68,9 +59,9 @@ CHANGES = (
 )
 
 
-def test_new_weights_take_effect(path, tmp_path):
+def test_new_weights_take_effect(hybrid, tmp_path):
     """For every scale and bias of the backbone, in any way, as in a resident model."""
-    resident, file = families.load_resident(path), str(tmp_path / "w.safetensors")
+    resident, file = families.load_resident(hybrid), str(tmp_path / "w.safetensors")
     experts = tuple(k for k, m in resident.named_modules() if isinstance(m, SwitchGLU))
     weights = {
         k: p + 0.01 * mx.random.normal(p.shape, key=mx.random.key(0)).astype(p.dtype)
@@ -82,15 +73,15 @@ def test_new_weights_take_effect(path, tmp_path):
     want = answer(resident)
     assert np.abs(want - before).max() > 0.01
     for change in CHANGES:
-        with load_model(path, CONFIG)[0] as model:
+        with load_model(hybrid, CONFIG)[0] as model:
             np.testing.assert_allclose(answer(model), before, atol=1e-4)
             change(model, weights, file)
             np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=str(change))
 
 
-def test_set_dtype_takes_effect_or_is_refused(path):
+def test_set_dtype_takes_effect_or_is_refused(hybrid):
     """Activations of another type do not fit the slots: an error says so."""
-    with load_model(path, CONFIG)[0] as model:
+    with load_model(hybrid, CONFIG)[0] as model:
         before = answer(model)
         model.set_dtype(mx.float32)
         np.testing.assert_array_equal(answer(model), before)
@@ -99,10 +90,10 @@ def test_set_dtype_takes_effect_or_is_refused(path):
             answer(model)
 
 
-def test_experts_cannot_be_replaced(path, tmp_path):
-    parameters = tree_flatten(families.load_resident(path).parameters())
+def test_experts_cannot_be_replaced(hybrid, tmp_path):
+    parameters = tree_flatten(families.load_resident(hybrid).parameters())
     weights = {k: p * 2 for k, p in parameters if "switch_mlp" in k}
-    with load_model(path, CONFIG)[0] as model:
+    with load_model(hybrid, CONFIG)[0] as model:
         before = answer(model)
         for change in CHANGES[:3]:
             with pytest.raises(ValueError, match="switch_mlp.*cannot be replaced in memory"):
@@ -111,10 +102,10 @@ def test_experts_cannot_be_replaced(path, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["serial", "fused"])
-def test_what_needs_every_expert_in_memory_is_refused(path, mode, tmp_path):
-    with load_model(path, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
+def test_what_needs_every_expert_in_memory_is_refused(hybrid, mode, tmp_path):
+    with load_model(hybrid, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
         before = answer(model)
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((hybrid / "config.json").read_text())
         for needs_all in (
             lambda: mlx_lm_utils.save_model(tmp_path / "a", model),
             lambda: mlx_lm_utils.save_model(tmp_path / "a", model, donate_model=True),
@@ -132,12 +123,12 @@ def test_what_needs_every_expert_in_memory_is_refused(path, mode, tmp_path):
         np.testing.assert_array_equal(answer(model), before)
 
 
-def test_a_resident_model_saves_what_mlx_lm_saves(path, tmp_path):
+def test_a_resident_model_saves_what_mlx_lm_saves(hybrid, tmp_path):
     """``mode='resident'`` holds every expert, so what is saved loads again, with mlx-lm too."""
-    with load_model(path, moelab.StreamConfig(mode="resident", kernels="mlx"))[0] as model:
+    with load_model(hybrid, moelab.StreamConfig(mode="resident", kernels="mlx"))[0] as model:
         want = answer(model)
         mlx_lm_utils.save_model(tmp_path, model)
-    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
     np.testing.assert_array_equal(answer(families.load_resident(tmp_path)), want)
 
 
@@ -159,17 +150,17 @@ def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
         moelab.load(random_tiny_moe, {"trust_remote_code": True})
 
 
-def test_model_config_changes_what_mlx_lm_lets_it_change(path):
+def test_model_config_changes_what_mlx_lm_lets_it_change(hybrid):
     """Another rope base changes the text as it does with mlx-lm, together with top_k."""
-    text = json.loads((path / "config.json").read_text())["text_config"]
+    text = json.loads((hybrid / "config.json").read_text())["text_config"]
     rope = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
     changes = {"text_config": {**text, **rope}}
 
     def answers(model_config, **fields):
-        with load_model(path, replace(CONFIG, **fields), model_config=model_config)[0] as model:
+        with load_model(hybrid, replace(CONFIG, **fields), model_config=model_config)[0] as model:
             return answer(model)
 
-    changed, _ = mlx_lm_utils.load_model(path, model_config=changes)
+    changed, _ = mlx_lm_utils.load_model(hybrid, model_config=changes)
     changed.set_dtype(mx.float32)
     np.testing.assert_allclose(answers(changes), answer(changed), atol=1e-4)
     streamed, resident = answers(changes, top_k=1), answers(changes, top_k=1, mode="resident")
@@ -268,15 +259,15 @@ def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
         np.testing.assert_array_equal(answer(model), want)
 
 
-def test_a_router_that_does_not_choose_fewer_is_an_error(path, monkeypatch):
+def test_a_router_that_does_not_choose_fewer_is_an_error(hybrid, monkeypatch):
     """For a family whose name for K is unknown, StreamConfig.top_k states K, and it is checked."""
     monkeypatch.setattr("moelab.streaming.build.TOP_K_KEYS", ("unknown_word",))
     with pytest.raises(moelab.CheckpointError, match="cannot be asked for fewer"):
-        load_model(path, CONFIG)
-    with load_model(path, moelab.StreamConfig(slots=K, top_k=K))[0] as model:
+        load_model(hybrid, CONFIG)
+    with load_model(hybrid, moelab.StreamConfig(slots=K, top_k=K))[0] as model:
         answer(model)
     with (
-        load_model(path, moelab.StreamConfig(slots=K, top_k=1))[0] as model,
+        load_model(hybrid, moelab.StreamConfig(slots=K, top_k=1))[0] as model,
         pytest.raises(ValueError, match="chose 2.*top_k=2"),
     ):
         answer(model)

@@ -8,7 +8,6 @@ import os
 import time
 from types import SimpleNamespace
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -128,29 +127,15 @@ def runtime(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return families.write_checkpoint(
-        "qwen3_5_moe", tmp_path_factory.mktemp("cuda") / "model", "affine4"
-    )
-
-
-@pytest.fixture(scope="module")
-def want(path):
+def want(hybrid):
     """By type: the logits of a prompt and of four tokens after it, read without copies."""
 
     def logits(dtype):
         config = moelab.StreamConfig(dtype=dtype, slots=K, kernels="mlx")  # as on a GPU
-        with load_model(path, config)[0] as model:
+        with load_model(hybrid, config)[0] as model:
             return greedy_logits(model, PROMPT, 4)
 
     return {dtype: logits(dtype) for dtype in ("bfloat16", "float32")}
-
-
-@pytest.fixture(params=("inline", "threads"))
-def inline(request, monkeypatch):
-    """In which threads reads are made."""
-    if request.param == "threads":
-        read_in_threads(monkeypatch)
 
 
 def copying(path, **config):
@@ -164,10 +149,11 @@ def copying(path, **config):
 @pytest.mark.parametrize("layout", ("stacked", "packed"))
 @pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused"))
 def test_experts_that_are_copied_are_the_same(
-    mode, inline, layout, path, tmp_path, runtime, want, monkeypatch
+    mode, any_reads, layout, hybrid, tmp_path, runtime, want, monkeypatch
 ):
+    path = hybrid
     if layout == "packed":
-        path = repack(path, tmp_path / "packed", progress=False)
+        path = repack(hybrid, tmp_path / "packed", progress=False)
     with copying(path, mode=mode, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         stats = moelab.stats(model)
@@ -176,7 +162,7 @@ def test_experts_that_are_copied_are_the_same(
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_used_again_and_freed(
-    piece_nbytes, copies, path, runtime, want, monkeypatch
+    piece_nbytes, copies, hybrid, runtime, want, monkeypatch
 ):
     """Also where ranges are read in pieces, and where one kernel cannot make all copies.
 
@@ -186,7 +172,7 @@ def test_pinned_memory_is_used_again_and_freed(
     monkeypatch.setattr(ranges, "PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr(cuda, "MAX_COPIES", copies)
     read_in_threads(monkeypatch)
-    model = copying(path, slots=K, readers=2)
+    model = copying(hybrid, slots=K, readers=2)
     for _ in range(2):
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         assert 1 < len(runtime.memory) <= 4  # and the mailbox
@@ -198,19 +184,19 @@ def test_pinned_memory_is_used_again_and_freed(
 
 @pytest.mark.parametrize("time_limit", (0, 1))
 def test_the_gpu_waits_for_reads_unless_it_ends_long_kernels(
-    time_limit, path, runtime, want, monkeypatch
+    time_limit, hybrid, runtime, want, monkeypatch
 ):
     read_in_threads(monkeypatch)
     preadv = os.preadv
     patch_preadv(monkeypatch, lambda *a: time.sleep(2e-3) or preadv(*a))
     runtime.time_limit = time_limit
-    with copying(path, slots=K) as model:
+    with copying(hybrid, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
     assert (runtime.in_graph == 0) == bool(time_limit)
 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
-def test_native_code_says_that_bytes_are_there(inline, path, runtime, monkeypatch):
+def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monkeypatch):
     """Before Python does: a reader's thread may have to wait for the GIL first."""
     flags, read = [], native.read
 
@@ -221,28 +207,28 @@ def test_native_code_says_that_bytes_are_there(inline, path, runtime, monkeypatc
         return done
 
     monkeypatch.setattr(native, "read", watched)
-    with copying(path, slots=K) as model:
+    with copying(hybrid, slots=K) as model:
         greedy_logits(model, PROMPT, 4)
     assert flags and all(flags)
 
 
-def test_prefetched_experts_are_right(path, runtime, want):
-    with copying(path, slots=2 * K, prefetch="lookahead") as model:
+def test_prefetched_experts_are_right(hybrid, runtime, want):
+    with copying(hybrid, slots=2 * K, prefetch="lookahead") as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         assert moelab.stats(model).decode.prefetch_used > 0
 
 
 @pytest.mark.parametrize("slots", [K, 2 * K])
-def test_what_is_converted_is_not_copied(inline, slots, path, runtime, want, monkeypatch):
+def test_what_is_converted_is_not_copied(any_reads, slots, hybrid, runtime, want, monkeypatch):
     """In several parts, whose reads are looked at while they run."""
     monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
-    with copying(path, dtype="float32", kernels="mlx", slots=slots) as model:
+    with copying(hybrid, dtype="float32", kernels="mlx", slots=slots) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["float32"])
         assert not runtime.copied
 
 
-def test_memory_that_cannot_be_had_is_an_error(path, runtime, want, monkeypatch):
-    with copying(path, slots=K) as model:
+def test_memory_that_cannot_be_had_is_an_error(hybrid, runtime, want, monkeypatch):
+    with copying(hybrid, slots=K) as model:
         with monkeypatch.context() as patch:
             patch.setattr(runtime, "cudaHostAlloc", lambda *_: (2, 0))
             with pytest.raises(RuntimeError, match="CUDA: out of memory"):
@@ -251,8 +237,8 @@ def test_memory_that_cannot_be_had_is_an_error(path, runtime, want, monkeypatch)
 
 
 @pytest.mark.parametrize("first", (0, 40, 120))
-def test_a_read_that_fails_is_an_error(inline, first, path, runtime, want, monkeypatch):
-    with copying(path, slots=K) as model:
+def test_a_read_that_fails_is_an_error(any_reads, first, hybrid, runtime, want, monkeypatch):
+    with copying(hybrid, slots=K) as model:
         preadv, calls = os.preadv, itertools.count()
         with monkeypatch.context() as patch:
             patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
@@ -261,9 +247,9 @@ def test_a_read_that_fails_is_an_error(inline, first, path, runtime, want, monke
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
-def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch):
+def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatch):
     read_in_threads(monkeypatch)
-    with copying(path, slots=K, readers=2) as model:
+    with copying(hybrid, slots=K, readers=2) as model:
         seen = []
 
         def interrupted(self, *args):
@@ -284,10 +270,11 @@ def test_an_interrupt_leaves_no_kernel_waiting(path, runtime, want, monkeypatch)
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
 def test_experts_from_the_hosts_memory_are_the_same(
-    slots, mode, layout, path, tmp_path, runtime, want
+    slots, mode, layout, hybrid, tmp_path, runtime, want
 ):
+    path = hybrid
     if layout == "packed":
-        path = repack(path, tmp_path / "packed", progress=False)
+        path = repack(hybrid, tmp_path / "packed", progress=False)
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):
             assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -295,11 +282,11 @@ def test_experts_from_the_hosts_memory_are_the_same(
 
 
 @pytest.mark.parametrize("policy", EVICTION)
-def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
+def test_host_and_gpu_agree_on_what_the_slots_hold(policy, hybrid, runtime):
     """Long and recorded calls use the host's table, short ones the state on the GPU."""
     read = {}
     for source in ("disk", "host"):
-        with copying(path, slots=2 * K, policy=policy, source=source) as model:
+        with copying(hybrid, slots=2 * K, policy=policy, source=source) as model:
             for tokens in (PROMPT, [3], [8], [3, 9], PROMPT[::-1], [8], [60]):
                 mx.eval(model(mx.array([tokens])))
             with moelab.record(model):
@@ -313,8 +300,8 @@ def test_host_and_gpu_agree_on_what_the_slots_hold(policy, path, runtime):
     assert read["host"] == read["disk"]
 
 
-def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(path, runtime, want, monkeypatch):
-    with copying(path, slots=K, source="host") as model:
+def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(hybrid, runtime, want, monkeypatch):
+    with copying(hybrid, slots=K, source="host") as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         last = session_of(model).layers[-1]
         with monkeypatch.context() as patch:
@@ -325,10 +312,10 @@ def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(path, runtime, want,
 
 
 def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
-    path, runtime, want, monkeypatch
+    hybrid, runtime, want, monkeypatch
 ):
     monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
-    with copying(path, slots=3 * K, source="host") as model:
+    with copying(hybrid, slots=3 * K, source="host") as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         session_of(model).residency.resize(K)
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -343,23 +330,23 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
         ({"source": "ssd"}, "expected one of disk, host"),
     ],
 )
-def test_what_cannot_come_from_the_hosts_memory_is_refused(config, error, path, runtime):
+def test_what_cannot_come_from_the_hosts_memory_is_refused(config, error, hybrid, runtime):
     with pytest.raises(ValueError, match=error):
-        copying(path, **{"slots": K, "source": "host", **config})
+        copying(hybrid, **{"slots": K, "source": "host", **config})
 
 
-def test_host_memory_that_is_too_small_or_no_gpus_is_refused(path, runtime, monkeypatch):
+def test_host_memory_that_is_too_small_or_no_gpus_is_refused(hybrid, runtime, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(host, "memory_available", lambda: 1000)
         with pytest.raises(ValueError, match=r"the host has 0\.00 GB available"):
-            copying(path, slots=K, source="host")
+            copying(hybrid, slots=K, source="host")
     monkeypatch.setattr(cuda, "available", lambda: False)
     with pytest.raises(ValueError, match="needs a CUDA GPU"):
-        copying(path, slots=K, source="host")
+        copying(hybrid, slots=K, source="host")
 
 
 @pytest.mark.parametrize("why", ("no cuda-bindings", "turned off"))
-def test_where_nothing_of_this_is_used(why, path, monkeypatch):
+def test_where_nothing_of_this_is_used(why, hybrid, monkeypatch):
     monkeypatch.setattr(cuda, "runtime", Runtime())
     monkeypatch.setattr(cuda, "on_cuda", lambda: True)
     assert cuda.available()
@@ -367,6 +354,6 @@ def test_where_nothing_of_this_is_used(why, path, monkeypatch):
         monkeypatch.setenv("MOELAB_CUDA_COPIES", "0")
     else:
         monkeypatch.setattr(cuda, "runtime", None)
-    with load_model(path)[0] as model:
+    with load_model(hybrid)[0] as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader

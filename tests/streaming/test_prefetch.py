@@ -236,8 +236,9 @@ def test_a_router_that_cannot_be_asked_early_is_refused(name, kernels, tmp_path)
 
 
 @needs_kernels
-def test_a_layer_that_is_guessed_while_it_runs_keeps_its_experts(tmp_path, monkeypatch):
-    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
+def test_a_layer_that_is_guessed_while_it_runs_keeps_its_experts(
+    tmp_path, small_matrices, monkeypatch
+):
     monkeypatch.setitem(families.FAMILIES, "qwen3_moe", families.Family({"num_hidden_layers": 1}))
     path = families.write_checkpoint("qwen3_moe", tmp_path / "one", "affine4")
     config = moelab.StreamConfig(slots=K, kernels="fast")
@@ -250,12 +251,10 @@ def test_a_layer_that_is_guessed_while_it_runs_keeps_its_experts(tmp_path, monke
 
 
 @needs_kernels
-def test_every_text_of_a_batch_is_asked_for_ahead(tmp_path, monkeypatch):
+def test_every_text_of_a_batch_is_asked_for_ahead(hybrid, small_matrices):
     """A look-ahead guesses for all tokens of a call, not for the first alone."""
-    monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
     config = moelab.StreamConfig(slots=8, kernels="fast", prefetch="lookahead")
-    with load_model(path, config)[0] as model:
+    with load_model(hybrid, config)[0] as model:
         prefetcher = session_of(model).prefetcher
         block = next(m for m in model.modules() if hasattr(m, "route"))
         x = kernels.Rows(np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32))

@@ -202,25 +202,6 @@ def test_the_flag_is_set_once_all_bytes_are_there(short, file, of_8):
     assert (flag.value, len(left)) == ((0, 1) if short else (1, 0))
 
 
-@pytest.mark.parametrize(
-    "change, first, error",
-    [
-        (os.utime, 0, "changed while it was streamed"),
-        (lambda path: os.truncate(path, 180_000), 0, "changed while it was streamed"),
-        (lambda path: os.truncate(path, 50_000), 20, r"expected \d+ bytes, got 0"),
-    ],
-    ids=["touched", "cut off behind the reads", "cut off before them"],
-)
-def test_a_file_that_is_cut_off_or_changed(change, first, error, tmp_path, file, of_8):
-    copy = tmp_path / "copy"
-    copy.write_bytes(file.read_bytes())
-    opened, places = of_8.open(copy), [p for p in spread() if p[0] >= 4096 * first]
-    of_8.read(Ranges.of(ask(opened, places)))
-    change(copy)
-    with pytest.raises(ReadError, match=error):
-        of_8.read(Ranges.of(ask(opened, places)))
-
-
 @needs_nowait
 def test_reading_ahead_brings_pages(tmp_path, of_8):
     path, nbytes = tmp_path / "file", 3 * AHEAD_NBYTES

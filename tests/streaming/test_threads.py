@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -15,33 +14,19 @@ import mlx_lm
 import mlx_lm.server
 import pytest
 from families import K
-from faults import read_in_threads
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
+from moelab.lab import limit
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import layer
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
 PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-1]]
 TEXTS = ["def add(a, b):", "import os\n", "class Foo:", "for i in range"] * 2
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("m"), "affine4")
-
-
-@pytest.fixture(params=["small reads", "reader threads"])
-def any_reads(request, monkeypatch):
-    """With reads in the calling thread, and in parts by the reader's threads."""
-    if request.param == "reader threads":
-        read_in_threads(monkeypatch)
-        monkeypatch.setattr(layer, "PART_NBYTES", 1)
 
 
 def written(model, prompt):
@@ -75,11 +60,11 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda f: "-".join(map(str, f.values())))
-def test_threads_in_turn_and_at_once(path, fields, any_reads):
+def test_threads_in_turn_and_at_once(hybrid, fields, any_reads):
     """Eight threads share a model that another thread loaded. Each gets the text it gets alone."""
     config = moelab.StreamConfig(slots=K, **fields)
     with ThreadPoolExecutor(1) as pool:
-        model = pool.submit(load_model, path, config).result()[0]
+        model = pool.submit(load_model, hybrid, config).result()[0]
     with model:
         want = [greedy(model, p) for p in PROMPTS]
         with ThreadPoolExecutor(3) as pool:
@@ -104,19 +89,19 @@ def test_a_trained_model_in_eight_threads():
         assert in_threads(lambda text: {generate(text) for _ in range(rounds)}, TEXTS) == want
 
 
-def test_a_generation_that_wanders_from_thread_to_thread(path):
+def test_a_generation_that_wanders_from_thread_to_thread(hybrid):
     """Each step runs in any free thread, as asyncio runs it."""
     config = moelab.StreamConfig(slots=K, kernels="mlx")
-    with load_model(path, config)[0] as model, ThreadPoolExecutor(3) as pool:
+    with load_model(hybrid, config)[0] as model, ThreadPoolExecutor(3) as pool:
         want = [greedy(model, p) for p in PROMPTS]
         texts = [written(model, p) for p in PROMPTS]
         steps = [list(pool.map(next, texts)) for _ in want[0]]
         assert list(map(list, zip(*steps))) == want
 
 
-def test_drafts_beside_other_threads(path):
+def test_drafts_beside_other_threads(hybrid):
     """A verify pass hooks the model's layers. Another thread's call does not see the hooks."""
-    with load_model(path, moelab.StreamConfig(slots=K, kernels="mlx"))[0] as model:
+    with load_model(hybrid, moelab.StreamConfig(slots=K, kernels="mlx"))[0] as model:
         want = [greedy(model, p, 12) for p in PROMPTS]
 
         class Repeats(LookupDraft):
@@ -138,17 +123,13 @@ def test_drafts_beside_other_threads(path):
 
 def in_a_process(script, *args):
     """Run a script in its own process and return the JSON that it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, args)]
+    done = limit.run(command, timeout_s=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_fork_says_so(path):
+def test_a_fork_says_so(hybrid):
     """A forked child refuses to load and to compute, and does not hang. The parent goes on.
 
     Where nothing was computed before the fork, the child works.
@@ -189,15 +170,14 @@ def test_a_fork_says_so(path):
     said = in_a_fork(*calls, lambda: moelab.footprint(sys.argv[1]))
     print(json.dumps([said, works == f"{before}; ", answer(model) == before]))
     """
-    said, works, same = in_a_process(script, path)
+    said, works, same = in_a_process(script, hybrid)
     assert said.count("is a fork of") == said.count("'spawn'") == 4 and works and same
 
 
 LEAKS = """
-import contextlib, functools, gc, json, os, sys
+import contextlib, gc, json, sys
 import mlx.core as mx
-import mlx_lm.utils
-import moelab
+import moelab, psutil
 from moelab.streaming.model import load_model
 
 path, n, found = sys.argv[1], int(sys.argv[2]), {}
@@ -215,9 +195,8 @@ def once(way):
 
 def state():
     gc.collect()
-    with open("/proc/self/statm") as f:
-        rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), rss
+    own = psutil.Process()
+    return own.num_threads(), own.num_fds(), own.memory_info().rss / 1e6
 
 for way in ("closed", "dropped", "failed"):
     for _ in range(n // 3):
@@ -230,10 +209,9 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
-def test_a_load_leaves_nothing(path):
+def test_a_load_leaves_nothing(hybrid):
     """No thread or file is left open; memory (in MB) grows by less than 20 kB for each load."""
     n = 30 if FAST else 200
-    for way, ((*before, rss), (*after, rss_after)) in in_a_process(LEAKS, path, n).items():
+    for way, ((*before, rss), (*after, rss_after)) in in_a_process(LEAKS, hybrid, n).items():
         assert after == before, way
         assert rss_after - rss < 2 + 0.02 * n, (way, rss, rss_after)

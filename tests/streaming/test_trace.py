@@ -5,7 +5,6 @@ import itertools
 import os
 import zipfile
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -23,13 +22,8 @@ PROMPT = mx.array([[5, 9, 2, 7]])
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_moe", tmp_path_factory.mktemp("trace"), "affine4")
-
-
-@pytest.fixture(scope="module")
-def model(path):
-    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+def model(moe):
+    with load_model(moe, moelab.StreamConfig(slots=K))[0] as model:
         yield model
 
 
@@ -103,9 +97,9 @@ def test_a_fifo_is_no_trace(tmp_path, in_time):
 
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "buffers", "stacked", "fused"))
-def test_a_routed_model_runs_the_trace(path, mode):
+def test_a_routed_model_runs_the_trace(moe, mode):
     trace = random_trace(6, 5)
-    model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+    model, _ = load_model(moe, moelab.StreamConfig(mode=mode, slots=K))
     before = run(model)
     with (
         moelab.record(model),
@@ -137,9 +131,9 @@ def test_a_routed_model_runs_the_trace(path, mode):
 
 
 @pytest.mark.parametrize("mode", ("resident", "serial", "fused"))
-def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(path, mode, monkeypatch):
+def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(moe, mode, monkeypatch):
     """The recorder gets half of the last call's layers and must not raise an error of its own."""
-    model, _ = load_model(path, moelab.StreamConfig(mode=mode, slots=K))
+    model, _ = load_model(moe, moelab.StreamConfig(mode=mode, slots=K))
     block = [m for m in model.modules() if "gate" in m and "switch_mlp" in m][1]
     real, fails = type(block).__call__, itertools.repeat(False)
 
@@ -184,9 +178,9 @@ def test_nothing_is_left_after_an_error(model):
         pass
 
 
-def test_routed_waits_for_the_router(path):
+def test_routed_waits_for_the_router(moe):
     """A model waits for its router in every layer, and it must do so with a trace, too."""
-    model, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    model, _ = load_model(moe, moelab.StreamConfig(mode="resident"))
     experts, chosen, graph = model.layers[0].mlp.switch_mlp, [], io.StringIO()
     router = mx.arange(K, dtype=mx.uint32).reshape(1, 1, K)
     with (
