@@ -1,9 +1,9 @@
 """The MoE layer: it evaluates its routing, asks for the experts and computes with them.
 
 A layer takes the place of mlx-lm's ``SwitchGLU``: ``x [..., D]`` and ``indices [..., K]`` give
-``[..., K, D]``. ``Stacked`` gets experts from the residency, in slots, and computes with all at
-once or part by part as they arrive. ``Serial`` and ``Buffers`` hold none for a later token, and
-read through the page cache.
+``[..., K, D]``. ``Stacked`` and ``Fused`` get experts from the residency, in slots, and compute
+with all at once or part by part as they arrive. ``Serial`` and ``Buffers`` hold none for a later
+token, and read through the page cache.
 """
 
 from collections.abc import Sequence
@@ -140,15 +140,15 @@ class StreamedExperts(nn.Module):
 class Stacked(StreamedExperts, kernels.FastExperts):
     """Keeps S slots in one array for each projection, which one gather computes (SwiftLM PR 90).
 
-    A call that needs more experts than slots is computed in parts, and reads each at most once. In
-    mode ``fused`` gate and up, if they are alike, are in one array, which saves a gather.
+    A call that needs more experts than slots is computed in parts, and reads each at most once.
     """
 
+    gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
     known_call = StreamedExperts.__call__
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        fuse = session.config.mode == "fused" and can_fuse(module)
+        fuse = self.gate_with_up and can_fuse(module)
         take = partial(self._take_bank, fuse=fuse)
         self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
@@ -224,6 +224,12 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         session.handover.pending = [y]  # y depends on the arrays that were pending
         session.residency.left(self.index, y)
         return y
+
+
+class Fused(Stacked):
+    """``Stacked`` with gate and up, if they are alike, in one buffer, which saves a gather."""
+
+    gate_with_up = True
 
 
 class Pairs:
@@ -320,7 +326,7 @@ class Buffers(StreamedExperts):
         return buffers
 
 
-LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Stacked}
+LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -4,7 +4,7 @@ Two kinds of bytes do not take this way but are read into MLX's unified memory: 
 some bytes are converted after they have arrived, and experts that prefetch threads read.
 """
 
-from bisect import bisect
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 
@@ -48,7 +48,10 @@ class Begun(list):
 
 
 class UploadingReader(Reader):
-    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies if it may."""
+    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies.
+
+    Ranges whose bytes may not be copied are read as ``Reader`` reads them.
+    """
 
     copies_in_graph = True
 
@@ -67,22 +70,18 @@ class UploadingReader(Reader):
         self._no_demand.clear()
         memory = self._take(ranges.nbytes)
         memory.flags[:] = 0
-        begun, ends = Begun(memory=memory), [0]
-        for i, part in enumerate(self._divided(ranges.moved(memory.address))):
-            ends.append(ends[-1] + part.nbytes)
+        begun = Begun(memory=memory)
+        parts = self._divided(ranges.moved(memory.address))
+        source, places = memory.address, _cut(ranges.memory(), [part.nbytes for part in parts])
+        for i, (part, into) in enumerate(zip(parts, places)):
+            flag = memory.flag + 4 * i
+            for to, nbytes in into:
+                begun.copies.append(cuda.Copy(source, to, nbytes, flag))
+                source += nbytes
             if self._is_small(ranges):
                 self._read_piece(part, memory, i)
             else:
                 begun.append(self._pool.submit(self._read_piece, part, memory, i))
-        at = 0  # the bytes that have a copy
-        for to, nbytes in ranges.memory():
-            last = at + nbytes
-            while at < last:  # a copy ends where its part does
-                i = bisect(ends, at)
-                n = min(last, ends[i]) - at
-                copy = cuda.Copy(memory.address + at, to, n, memory.flag + 4 * (i - 1))
-                begun.copies.append(copy)
-                to, at = to + n, at + n
         return begun
 
     def _wait(self):
@@ -135,3 +134,18 @@ class UploadingReader(Reader):
     def close(self) -> None:
         super().close()
         self._memory, self._free = [], []
+
+
+def _cut(parts, sizes):
+    """Divide parts of memory, each an address and its bytes, into groups of so many bytes."""
+    parts = deque(parts)
+    for size in sizes:
+        group = []
+        while size:
+            address, nbytes = parts.popleft()
+            if nbytes > size:
+                parts.appendleft((address + size, nbytes - size))
+                nbytes = size
+            group.append((address, nbytes))
+            size -= nbytes
+        yield group
