@@ -24,23 +24,13 @@ class Template:
         """The text that the model reads."""
         if not self.applies(tokenizer):
             return prompt
-        prefill = self.prefill_response is not None
+        said = {"system": self.system_prompt, "user": prompt, "assistant": self.prefill_response}
         messages = [
-            {"role": role, "content": content}
-            for role, content in (
-                ("system", self.system_prompt),
-                ("user", prompt),
-                ("assistant", self.prefill_response),
-            )
-            if content is not None
+            {"role": role, "content": text} for role, text in said.items() if text is not None
         ]
-        return render(
-            tokenizer,
-            messages,
-            self.config,
-            continue_final_message=prefill,
-            add_generation_prompt=not prefill,
-        )
+        prefill = self.prefill_response is not None
+        flags = {"continue_final_message": prefill, "add_generation_prompt": not prefill}
+        return render(tokenizer, messages, self.config, **flags)
 
     def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
         """The text that the model reads if its cache already holds how the message begins."""

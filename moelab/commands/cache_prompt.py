@@ -80,7 +80,6 @@ def _check_eos_token(token: str | None, tokenizer: TokenizerWrapper, size: int):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = (
         "python -m moelab cache-prompt [options] MODEL --prompt TEXT --prompt-cache-file FILE"
     )
@@ -98,5 +97,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     print(f"{args.prompt_cache_file}: {cache_prompt(args, streaming_given(args))} tokens")

@@ -110,7 +110,6 @@ def _progress(tokens, step):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = "python -m moelab chat [options] MODEL"
     parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
     arguments.add_model(parser)
@@ -127,5 +126,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     chat(args, streaming_given(args))

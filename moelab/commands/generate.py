@@ -144,7 +144,6 @@ def _yes_or_no(text):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     arguments.add_model(parser)
@@ -178,5 +177,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     generate(args, streaming_given(args))

@@ -181,13 +181,7 @@ class _AddUp(Code):
 
     def write(self):
         *pointers, n, self.keys = self.arguments
-        row, n = self.share(n)
-        for m in quantized.ROWS:
-
-            def rows(row, _, m=m):
-                self._rows([self.add(row, i) for i in range(m)], *pointers)
-
-            row = self.loop(row, n, m, rows)[0]
+        self.in_groups(*self.share(n), quantized.ROWS, lambda rows: self._rows(rows, *pointers))
 
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)

@@ -16,19 +16,9 @@ import numpy as np
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
-from . import attention, code, experts, gated_delta, rowwise
+from . import attention, code, experts, gated_delta, modules, rowwise
 from .code import to_mlx
-from .modules import (
-    FAST,
-    FastMLP,
-    Watched,
-    is_itself,
-    owned,
-    products,
-    replaced,
-    takes,
-    with_mixin,
-)
+from .modules import is_itself, products, replaced
 from .quantized import Rows
 
 
@@ -49,7 +39,7 @@ class Recurred(NamedTuple):
         return np.concatenate([self.before, self.qkv.reshape(B, -1, C)], axis=1)
 
 
-class Block(Watched):
+class Block(modules.Watched):
     """Mixed into a class of mlx-lm's blocks; ``of`` is that class and its original call.
 
     ``called``: the functions that mlx-lm's Python module had when this class was made, by name.
@@ -57,7 +47,7 @@ class Block(Watched):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
-        if takes(x) and x.ndim == 3:
+        if modules.takes(x) and x.ndim == 3:
             y = self.forward(Rows.of(x), x.shape[0], mask, cache)
         if y is None:
             given = {"mask": mask, "cache": cache} if self.has_cache else {}
@@ -90,7 +80,7 @@ class Block(Watched):
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
     """Call a module with ``given`` (mask, cache) as a block, else through MLX: a new ``[n, D]``."""
-    known = is_itself(module, Block) or is_itself(module, FastMLP)
+    known = is_itself(module, Block) or is_itself(module, modules.FastMLP)
     y = module.forward(x, B, *given) if known else None
     if y is None:
         y = np.array(module(to_mlx(x.x.reshape(B, -1, x.x.shape[-1])), *given))
@@ -99,14 +89,14 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
     """A parameter ``[size]``. While a program is recorded, nobody else can change its memory."""
-    a = module[name] if code.recorded() is None else owned(module[name])
+    a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
 
 
 def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     """Whether a module is a norm that ``rowwise.rms_norm`` computes."""
-    known = type(module) is with_mixin(Watched, kind) and not replaced(module)
+    known = type(module) is modules.with_mixin(modules.Watched, kind) and not replaced(module)
     return known and module["weight"].dtype == mx.float32
 
 
@@ -162,7 +152,7 @@ class GatedDelta(Block):
         if (
             not self.is_known
             or any(a.dtype != mx.float32 for a in parameters)
-            or type(conv1d) is not FAST[nn.Conv1d]
+            or type(conv1d) is not modules.FAST[nn.Conv1d]
             or "bias" in conv1d
             or not is_norm(norm, self.norm_type)
             or self.head_k_dim % 8

@@ -93,13 +93,8 @@ class _GatedDelta(Code):
     def write(self):
         *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, all_rows = self.arguments
         self.steps = q_step, k_step, v_step
-        first, last = self.share(all_rows)
-        for r in (2, 1):
-
-            def rows(row, _, r=r):
-                self._rows([self.add(row, i) for i in range(r)], pointers, T, Hk, Hv, Dv)
-
-            first = self.loop(first, last, r, rows)[0]
+        compute = partial(self._rows, pointers=pointers, T=T, Hk=Hk, Hv=Hv, Dv=Dv)
+        self.in_groups(*self.share(all_rows), (2, 1), compute)
 
     def _rows(self, rows, pointers, T, Hk, Hv, Dv):
         b, n = self.b, self.Dk // self.L

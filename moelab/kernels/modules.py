@@ -31,13 +31,12 @@ def available() -> bool:
 
 def check() -> None:
     """Raise ValueError if the kernels cannot be used here."""
-    device, wrong = mx.default_device(), None
-    if device != mx.cpu:
+    if available():
+        return
+    wrong = "needs the package llvmlite: pip install llvmlite, or use 'mlx'."
+    if (device := mx.default_device()) != mx.cpu:
         wrong = f"is for the CPU backend, the default device is {device}. Use 'mlx'."
-    elif code.llvm is None:
-        wrong = "needs the package llvmlite: pip install llvmlite, or use 'mlx'."
-    if wrong:
-        raise ValueError(f"StreamConfig.kernels: 'fast' {wrong}")
+    raise ValueError(f"StreamConfig.kernels: 'fast' {wrong}")
 
 
 def describe() -> str:
