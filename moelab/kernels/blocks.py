@@ -100,6 +100,11 @@ def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     return known and module["weight"].dtype == mx.float32
 
 
+def normed(norm: nn.Module, x: np.ndarray, add: np.ndarray | None = None) -> Rows:
+    """The output of a norm for rows x, to which ``add`` is added before, in place."""
+    return Rows(rowwise.rms_norm(x, weight_of(norm, x.shape[-1]), norm.eps, add=add))
+
+
 def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
     """Raise ValueError for an array ``[B, ...]`` of a cache that is of other texts."""
     if a.shape != shape or a.dtype != mx.float32:
@@ -211,7 +216,6 @@ class GatedDeltaNext(GatedDelta):
     norm_type = qwen3_next.Qwen3NextRMSNormGated
 
     def project(self, x: Rows, projections: list) -> list[np.ndarray]:
-        """As in ``GatedDelta35``."""
         n, Hk, Dk = len(x.x), self.num_k_heads, self.head_k_dim
         qkvz, ba = (y.reshape(n, Hk, -1) for y in x.multiply(*projections))
         ends = np.cumsum([Dk, Dk, self.num_v_heads // Hk * self.head_v_dim])
@@ -235,7 +239,6 @@ class Attention(Block):
         return self.leave(np.ascontiguousarray(y).reshape(n, *gate.shape[1:-1], -1), gate, found)
 
     def knows(self, mask: Any, cache: Any) -> bool:
-        """As in ``GatedDelta``."""
         has_offset = cache is None or isinstance(getattr(cache, "offset", None), int)
         keys = getattr(cache, "keys", None)
         return (
@@ -243,7 +246,6 @@ class Attention(Block):
         )
 
     def fits(self) -> list | None:
-        """As in ``GatedDelta``."""
         rope = self["rope"]
         if (
             not self.is_known

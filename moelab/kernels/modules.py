@@ -195,8 +195,8 @@ def replaced(module: nn.Module) -> bool:
     return cls.__call__ is not call
 
 
-def is_itself(module: nn.Module, kind: type) -> bool:
-    """Whether a call of a module is what ``kind`` defines: no hook, no method of somebody else."""
+def is_itself(module: nn.Module, kind: type | tuple[type, ...]) -> bool:
+    """Whether a module is of a kind and its call its own: no hook, no method of somebody else."""
     return isinstance(module, kind) and type(module).__call__ is type(module).known_call
 
 
