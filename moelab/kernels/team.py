@@ -165,8 +165,7 @@ def _team():
     return team
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the threads
+os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the threads
 
 
 class _Shared(Code):
