@@ -239,11 +239,11 @@ class Attention(Block):
         return self.leave(np.ascontiguousarray(y).reshape(n, *gate.shape[1:-1], -1), gate, found)
 
     def knows(self, mask: Any, cache: Any) -> bool:
-        has_offset = cache is None or isinstance(getattr(cache, "offset", None), int)
+        if cache is None:
+            return True
+        is_known = isinstance(getattr(cache, "offset", None), int) and not hasattr(cache, "bits")
         keys = getattr(cache, "keys", None)
-        return (
-            has_offset and not hasattr(cache, "bits") and (keys is None or keys.dtype == mx.float32)
-        )
+        return is_known and (keys is None or keys.dtype == mx.float32)
 
     def fits(self) -> list | None:
         rope = self["rope"]
