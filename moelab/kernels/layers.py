@@ -17,6 +17,7 @@ import numpy as np
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
+from ..hooks import call_instead
 from . import attention, blocks, code, experts, gated_delta, modules, rowwise, team
 from .blocks import Experts, GatedDelta35, forward, is_norm, normed
 from .code import to_mlx
@@ -238,8 +239,11 @@ BLOCKS = {
     qwen3.TransformerBlock: Layer,
 }
 NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
-# Functions of mlx-lm that blocks stand for.
-CALLED = ("gated_delta_update", "scaled_dot_product_attention")
+# Functions of mlx-lm that blocks stand for, and what makes of them those that other layers call.
+CALLED = {
+    "gated_delta_update": gated_delta.fast_update,
+    "scaled_dot_product_attention": attention.eager_attention,
+}
 
 
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
@@ -255,8 +259,8 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
         experts.use(module)
         if computes is not None:
             found["fast" if computes else "mlx"] += 1
-        gated_delta.use(module)
-        attention.use(module)
+        for name, fast in CALLED.items():
+            call_instead(module, name, fast)
         if cls in BLOCKS:
             module.__class__ = _fast(cls, type(module))
             for norm in module.children().values():
