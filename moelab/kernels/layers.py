@@ -45,8 +45,8 @@ class Layer(blocks.Block):
             if likely is not None:
                 mlp["switch_mlp"].expect(*likely)
         h = forward(self.mixer, normed(before, x.x), B, mask, cache)
-        of_experts = normed(after, h, add=x.x)
-        return h + forward(mlp, of_experts, B)
+        inside = normed(after, h, add=x.x)  # h is the sum from here on
+        return h + forward(mlp, inside, B)
 
     @property
     def is_known(self) -> bool:
