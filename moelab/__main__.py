@@ -117,12 +117,13 @@ def main(argv: list[str] | None = None) -> int:
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt as error:
-        return _interrupted(error)
-    except RuntimeError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11, in an import
-            return _interrupted(error.__cause__)
-        raise
+    except (KeyboardInterrupt, RuntimeError) as error:
+        # In an import, Python 3.11 makes a RuntimeError of it.
+        interrupt = error.__cause__ if isinstance(error, RuntimeError) else error
+        if not isinstance(interrupt, KeyboardInterrupt):
+            raise
+        print("interrupted" + f": {interrupt}" * bool(interrupt.args), file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # in one line
@@ -144,11 +145,6 @@ def _check_current_folder():
             f"the current folder {os.environ.get('PWD', '')} was removed: change to another one "
             "and run the command there"
         ) from error
-
-
-def _interrupted(error):
-    print("interrupted" + f": {error}" * bool(error.args), file=sys.stderr)
-    return INTERRUPTED
 
 
 def _flush_or_drop(out):

@@ -1,57 +1,39 @@
 """How a prompt becomes the text and the tokens that a model reads."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import describe
 
 
-@dataclass(frozen=True)
-class Template:
-    """Makes from a prompt the text that the model reads, as ``mlx_lm.generate`` does."""
+def templated(
+    tokenizer: TokenizerWrapper,
+    prompt: str,
+    system: str | None = None,
+    answer: str | None = None,
+    config: dict | None = None,
+) -> str:
+    """Make of a prompt the text that ``mlx_lm.generate`` has the model read: a chat's messages.
 
-    ignore: bool = False  # keep the prompt as it is, without the tokenizer's chat template
-    system_prompt: str | None = None
-    prefill_response: str | None = None  # the answer begins with it
-    config: dict | None = None  # more arguments of the template
+    ``answer``: how the answer begins; ``config``: more arguments of the template.
+    """
+    said = {"system": system, "user": prompt, "assistant": answer}
+    messages = [{"role": k, "content": v} for k, v in said.items() if v is not None]
+    flags = {"continue_final_message": answer is not None, "add_generation_prompt": answer is None}
+    return render(tokenizer, messages, config, **flags)
 
-    def applies(self, tokenizer: TokenizerWrapper) -> bool:
-        """Whether there is a template to apply."""
-        return tokenizer.has_chat_template and not self.ignore
 
-    def text(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """The text that the model reads."""
-        if not self.applies(tokenizer):
-            return prompt
-        prefill = self.prefill_response is not None
-        messages = [
-            {"role": role, "content": content}
-            for role, content in (
-                ("system", self.system_prompt),
-                ("user", prompt),
-                ("assistant", self.prefill_response),
-            )
-            if content is not None
-        ]
-        return render(
-            tokenizer,
-            messages,
-            self.config,
-            continue_final_message=prefill,
-            add_generation_prompt=not prefill,
+def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
+    """The end of ``template(prompt)``, where a cache holds what the template puts before it."""
+    text, mark = template(prompt), "<query>"
+    before, found, _ = template(mark).partition(mark)
+    if not found:
+        raise ValueError(
+            "chat template: expected one that writes a message as it is, this one changes it, "
+            "so the prompt cannot go on from a prompt cache file."
         )
-
-    def text_after(self, tokenizer: TokenizerWrapper, prompt: str) -> str:
-        """The text that the model reads if its cache already holds how the message begins."""
-        text, mark = self.text(tokenizer, prompt), "<query>"
-        before, found, _ = self.text(tokenizer, mark).partition(mark)
-        if not found:
-            raise ValueError(
-                "chat template: expected one that writes a message as it is, this one changes it, "
-                "so the prompt cannot go on from a prompt cache file."
-            )
-        return text[len(before) :]
+    return text[len(before) :]
 
 
 def render(

@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import StreamConfig, load
 from ..prompt import encode, render
@@ -33,7 +32,10 @@ def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
     model, tokenizer = load(args.model, config, **loading)
     with model:
         say_plan(model)
-        _check_eos_token(args.eos_token, tokenizer, vocabulary(model))
+        token, size = args.eos_token, vocabulary(model)
+        # A tokenizer adds any text it is given to its vocabulary.
+        if token is not None and not 0 <= tokenizer.convert_tokens_to_ids(token) < size:
+            raise ValueError(f"eos_token: expected a token of the model's {size}, got {token!r}")
         prompt = args.prompt
         if tokenizer.has_chat_template:
             message = {"role": "user", "content": prompt}
@@ -73,14 +75,7 @@ def _check_file(file):
         )
 
 
-def _check_eos_token(token: str | None, tokenizer: TokenizerWrapper, size: int):
-    """Refuse a token the model lacks: a tokenizer adds any text it is given to its vocabulary."""
-    if token is not None and not 0 <= tokenizer.convert_tokens_to_ids(token) < size:
-        raise ValueError(f"eos_token: expected a token of the model's {size}, got {token!r}")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = (
         "python -m moelab cache-prompt [options] MODEL --prompt TEXT --prompt-cache-file FILE"
     )
@@ -98,5 +93,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     print(f"{args.prompt_cache_file}: {cache_prompt(args, streaming_given(args))} tokens")

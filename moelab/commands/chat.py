@@ -10,7 +10,7 @@ from mlx_lm import chat as mlx_lm_chat
 from tqdm import tqdm
 
 from ..hooks import with_globals
-from ..prompt import Template
+from ..prompt import templated
 from ..streaming.config import StreamConfig
 from ..streaming.model import load
 from ..streaming.session import session_of
@@ -54,7 +54,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
                     f"chat: the tokenizer of {args.model} has no chat template. Use generate."
                 )
             # An error of the template would end the chat at its first message.
-            Template(system_prompt=args.system_prompt).text(tokenizer, "x")
+            templated(tokenizer, "x", args.system_prompt)
             if draft is not None:
                 draft.bind(model)  # refuses a draft that does not fit
             args.prefill_step_size = session_of(model).room.step(args.prefill_step_size)
@@ -110,7 +110,6 @@ def _progress(tokens, step):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = "python -m moelab chat [options] MODEL"
     parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
     arguments.add_model(parser)
@@ -127,5 +126,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     chat(args, streaming_given(args))

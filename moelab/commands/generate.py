@@ -4,6 +4,7 @@ import argparse
 import io
 import secrets
 import sys
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .. import StreamConfig, load, stats
-from ..prompt import Template, encode
+from ..prompt import encode, from_prompt_on, templated
 from ..speculation.target import vocabulary
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
@@ -43,18 +44,14 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
     with model:
         if verbose:
             say_plan(model)
-        template = Template(
-            args.ignore_chat_template,
-            args.system_prompt,
-            args.prefill_response,
-            args.chat_template_config,
-        )
-        text = template.text(tokenizer, args.prompt)
-        if cache is not None:
-            text = template.text_after(tokenizer, args.prompt)
-        elif args.max_kv_size is not None:
+        text, as_it_is = args.prompt, args.ignore_chat_template or not tokenizer.has_chat_template
+        if not as_it_is:
+            said = {"system": args.system_prompt, "answer": args.prefill_response}
+            template = partial(templated, tokenizer, **said, config=args.chat_template_config)
+            text = template(text) if cache is None else from_prompt_on(template, text)
+        if cache is None and args.max_kv_size is not None:
             cache = make_prompt_cache(model, args.max_kv_size)
-        ids = encode(tokenizer, text, not template.applies(tokenizer))
+        ids = encode(tokenizer, text, as_it_is)
         _check_tokens(vocabulary(model), tokenizer, args)
         session = session_of(model)
         if session.ranks:
@@ -144,7 +141,6 @@ def _yes_or_no(text):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     arguments.add_model(parser)
@@ -178,5 +174,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     generate(args, streaming_given(args))

@@ -9,7 +9,6 @@ from .arguments import flag
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "Write a model folder in which one read brings one expert: the same bytes, compared after "
         "writing. It is for moelab; mlx_lm.load wants the folder that it was made from."
@@ -28,6 +27,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     out = repack(args.model, args.out, progress=not args.quiet, library=args.library)
     print(f"{out}: the same model, each expert in one piece, for moelab.load and python -m moelab")

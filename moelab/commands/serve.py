@@ -151,7 +151,6 @@ def _prompt_memory(model, args):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.usage = "python -m moelab serve [options] MODEL"
     parser.description = (
         "An HTTP server for clients of OpenAI's and Anthropic's APIs, with the experts on disk. By "
@@ -191,5 +190,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     serve(args, streaming_given(args))

@@ -8,7 +8,6 @@ from .arguments import add_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "Write a random 4-bit checkpoint that has the exact layer shapes of a real "
         "Mixture-of-Experts model, without holding it in memory. Its text is noise; reading and "
@@ -34,7 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     names = ("out", "like", "layers", "vocab", "seed", "tokenizer", "routing")
     out = synthesize(**{name: getattr(args, name) for name in names}, progress=not args.quiet)
     print(f"{out}: load it with mlx_lm.load, or try: python -m moelab bench {out}")

@@ -5,6 +5,8 @@ core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is 
 builds the kernels, ``team`` runs them on all cores, and ``use(model)`` puts them into a model.
 """
 
+# ruff: noqa: F401 (it hands them on)
+
 from . import gated_delta
 from .blocks import GatedDelta, Recurred
 from .code import to_mlx
@@ -12,20 +14,3 @@ from .experts import ExpertsInModule, FastExperts
 from .layers import blocks_of, use
 from .modules import available, check, describe, fits, used
 from .quantized import Rows
-
-__all__ = [
-    "ExpertsInModule",
-    "FastExperts",
-    "GatedDelta",
-    "Recurred",
-    "Rows",
-    "available",
-    "blocks_of",
-    "check",
-    "describe",
-    "fits",
-    "gated_delta",
-    "to_mlx",
-    "use",
-    "used",
-]

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from itertools import product
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
-from ..hooks import call_instead
 from . import code, quantized, team
 from .code import F32, I32, I64, Code, address, ir, to_mlx
 from .rowwise import NUMBER_WORK
@@ -24,11 +22,6 @@ from .rowwise import NUMBER_WORK
 # Scores that are in memory at once; they stay in a core's cache.
 SCORES = 2**17
 CHUNK = 4  # vectors of a value that are added up side by side
-
-
-def use(module: nn.Module) -> None:
-    """Let a layer that calls mlx-lm's attention compute with this one while it is not trained."""
-    call_instead(module, "scaled_dot_product_attention", eager_attention)
 
 
 def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -181,13 +174,7 @@ class _AddUp(Code):
 
     def write(self):
         *pointers, n, self.keys = self.arguments
-        row, n = self.share(n)
-        for m in quantized.ROWS:
-
-            def rows(row, _, m=m):
-                self._rows([self.add(row, i) for i in range(m)], *pointers)
-
-            row = self.loop(row, n, m, rows)[0]
+        self.in_groups(*self.share(n), quantized.ROWS, lambda rows: self._rows(rows, *pointers))
 
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)

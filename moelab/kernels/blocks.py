@@ -16,19 +16,9 @@ import numpy as np
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
-from . import attention, code, experts, gated_delta, rowwise
+from . import attention, code, experts, gated_delta, modules, rowwise
 from .code import to_mlx
-from .modules import (
-    FAST,
-    FastMLP,
-    Watched,
-    is_itself,
-    owned,
-    products,
-    replaced,
-    takes,
-    with_mixin,
-)
+from .modules import is_itself, products, replaced
 from .quantized import Rows
 
 
@@ -49,7 +39,7 @@ class Recurred(NamedTuple):
         return np.concatenate([self.before, self.qkv.reshape(B, -1, C)], axis=1)
 
 
-class Block(Watched):
+class Block(modules.Watched):
     """Mixed into a class of mlx-lm's blocks; ``of`` is that class and its original call.
 
     ``called``: the functions that mlx-lm's Python module had when this class was made, by name.
@@ -57,7 +47,7 @@ class Block(Watched):
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
-        if takes(x) and x.ndim == 3:
+        if modules.takes(x) and x.ndim == 3:
             y = self.forward(Rows.of(x), x.shape[0], mask, cache)
         if y is None:
             given = {"mask": mask, "cache": cache} if self.has_cache else {}
@@ -90,7 +80,7 @@ class Block(Watched):
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
     """Call a module with ``given`` (mask, cache) as a block, else through MLX: a new ``[n, D]``."""
-    known = is_itself(module, Block) or is_itself(module, FastMLP)
+    known = is_itself(module, Block) or is_itself(module, modules.FastMLP)
     y = module.forward(x, B, *given) if known else None
     if y is None:
         y = np.array(module(to_mlx(x.x.reshape(B, -1, x.x.shape[-1])), *given))
@@ -99,15 +89,20 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
     """A parameter ``[size]``. While a program is recorded, nobody else can change its memory."""
-    a = module[name] if code.recorded() is None else owned(module[name])
+    a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
 
 
 def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     """Whether a module is a norm that ``rowwise.rms_norm`` computes."""
-    known = type(module) is with_mixin(Watched, kind) and not replaced(module)
+    known = type(module) is modules.with_mixin(modules.Watched, kind) and not replaced(module)
     return known and module["weight"].dtype == mx.float32
+
+
+def normed(norm: nn.Module, x: np.ndarray, add: np.ndarray | None = None) -> Rows:
+    """The output of a norm for rows x, to which ``add`` is added before, in place."""
+    return Rows(rowwise.rms_norm(x, weight_of(norm, x.shape[-1]), norm.eps, add=add))
 
 
 def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
@@ -162,7 +157,7 @@ class GatedDelta(Block):
         if (
             not self.is_known
             or any(a.dtype != mx.float32 for a in parameters)
-            or type(conv1d) is not FAST[nn.Conv1d]
+            or type(conv1d) is not modules.FAST[nn.Conv1d]
             or "bias" in conv1d
             or not is_norm(norm, self.norm_type)
             or self.head_k_dim % 8
@@ -221,7 +216,6 @@ class GatedDeltaNext(GatedDelta):
     norm_type = qwen3_next.Qwen3NextRMSNormGated
 
     def project(self, x: Rows, projections: list) -> list[np.ndarray]:
-        """As in ``GatedDelta35``."""
         n, Hk, Dk = len(x.x), self.num_k_heads, self.head_k_dim
         qkvz, ba = (y.reshape(n, Hk, -1) for y in x.multiply(*projections))
         ends = np.cumsum([Dk, Dk, self.num_v_heads // Hk * self.head_v_dim])
@@ -245,15 +239,13 @@ class Attention(Block):
         return self.leave(np.ascontiguousarray(y).reshape(n, *gate.shape[1:-1], -1), gate, found)
 
     def knows(self, mask: Any, cache: Any) -> bool:
-        """As in ``GatedDelta``."""
-        has_offset = cache is None or isinstance(getattr(cache, "offset", None), int)
+        if cache is None:
+            return True
+        is_known = isinstance(getattr(cache, "offset", None), int) and not hasattr(cache, "bits")
         keys = getattr(cache, "keys", None)
-        return (
-            has_offset and not hasattr(cache, "bits") and (keys is None or keys.dtype == mx.float32)
-        )
+        return is_known and (keys is None or keys.dtype == mx.float32)
 
     def fits(self) -> list | None:
-        """As in ``GatedDelta``."""
         rope = self["rope"]
         if (
             not self.is_known

@@ -215,6 +215,15 @@ class Code:
         self.b.position_at_end(after)
         return i, held
 
+    def in_groups(self, first, end, sizes, body):
+        """Call ``body`` with the numbers from ``first`` to ``end`` in groups of these sizes."""
+        for size in sizes:
+
+            def group(i, _, size=size):
+                body([self.add(i, k) for k in range(size)])
+
+            first, _ = self.loop(first, end, size, group)
+
     def load(self, pointer, at, kind, align=4):
         value = self.b.load(self.b.bitcast(self.b.gep(pointer, [at]), kind.as_pointer()))
         value.align = align

@@ -86,10 +86,7 @@ class ExpertsInModule(FastExperts):
         return ExpertCall(found, Rows.of(x), shape, in_mlx=x.size > x.shape[-1])
 
 
-class FastSwitchGLU(ExpertsInModule, SwitchGLU):
-    """A ``SwitchGLU`` that computes with the kernels."""
-
-    of = SwitchGLU, SwitchGLU.__call__
+FastSwitchGLU = modules.with_mixin(ExpertsInModule, SwitchGLU)
 
 
 def use(module: nn.Module) -> None:

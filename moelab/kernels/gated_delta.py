@@ -4,14 +4,14 @@ Without Metal mlx-lm loops over the tokens, with passes over the whole state for
 the state stays in registers. A token's result does not depend on how a text is divided into passes.
 """
 
+from collections.abc import Callable
 from functools import partial, wraps
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import gated_delta as of_mlx_lm
 
-from ..hooks import call_instead, with_globals
+from ..hooks import with_globals
 from . import code, team
 from .code import F32, I64, Code, address, empty, to_mlx
 
@@ -65,12 +65,8 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     return y, new
 
 
-def use(module: nn.Module) -> None:
-    """Let a layer that calls mlx-lm's ``gated_delta_update`` compute with ``gated_delta``."""
-    call_instead(module, "gated_delta_update", _fast_update)
-
-
-def _fast_update(update):
+def fast_update(update: Callable) -> Callable:
+    """mlx-lm's ``gated_delta_update``, computed by ``gated_delta``."""
     # mlx-vlm's has another one for prompts, and calls itself through its cache.
     loops = {n: f for n, f in update.__globals__.items() if n in ("gated_delta_ops", CHUNKED)}
     fast = with_globals(update, {n: partial(gated_delta, ops=f) for n, f in loops.items()})
@@ -93,13 +89,8 @@ class _GatedDelta(Code):
     def write(self):
         *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, all_rows = self.arguments
         self.steps = q_step, k_step, v_step
-        first, last = self.share(all_rows)
-        for r in (2, 1):
-
-            def rows(row, _, r=r):
-                self._rows([self.add(row, i) for i in range(r)], pointers, T, Hk, Hv, Dv)
-
-            first = self.loop(first, last, r, rows)[0]
+        compute = partial(self._rows, pointers=pointers, T=T, Hk=Hk, Hv=Hv, Dv=Dv)
+        self.in_groups(*self.share(all_rows), (2, 1), compute)
 
     def _rows(self, rows, pointers, T, Hk, Hv, Dv):
         b, n = self.b, self.Dk // self.L

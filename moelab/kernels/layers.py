@@ -17,17 +17,9 @@ import numpy as np
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
-from . import attention, code, experts, gated_delta, modules, rowwise, team
-from .blocks import (
-    Attention,
-    Block,
-    Experts,
-    GatedDelta35,
-    GatedDeltaNext,
-    forward,
-    is_norm,
-    weight_of,
-)
+from ..hooks import call_instead
+from . import attention, blocks, code, experts, gated_delta, modules, rowwise, team
+from .blocks import Experts, GatedDelta35, forward, is_norm, normed
 from .code import to_mlx
 from .modules import FastMLP, is_itself
 from .quantized import Rows
@@ -37,7 +29,7 @@ IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # of a pass that is recorded
 
 
-class Layer(Block):
+class Layer(blocks.Block):
     """A decoder layer. All layers of a model share one ``memory`` for what they record."""
 
     def forward(self, x, B, mask=None, cache=None):
@@ -45,19 +37,25 @@ class Layer(Block):
             y = self._replay(x, mask, cache)
             if y is not None:
                 return y
-        norms = self["input_layernorm"], self["post_attention_layernorm"]
-        if not self.is_known or not all(map(is_norm, norms)):
+        if not self.is_known:
             return None
-        D = x.x.shape[-1]
-        first, second = ((weight_of(norm, D), norm.eps) for norm in norms)
-        if is_itself(self["mlp"], Experts) and len(x.x) <= MOST_TOKENS:
-            likely = self["mlp"].likely(Rows(rowwise.rms_norm(x.x, *second)))
+        (before, after), mlp = self.norms, self["mlp"]
+        if is_itself(mlp, Experts) and len(x.x) <= MOST_TOKENS:
+            likely = mlp.likely(normed(after, x.x))
             if likely is not None:
-                self["mlp"]["switch_mlp"].expect(*likely)
-        normed = Rows(rowwise.rms_norm(x.x, *first))
-        h = forward(self.mixer, normed, B, mask, cache)
-        normed = Rows(rowwise.rms_norm(h, *second, add=x.x))
-        return h + forward(self["mlp"], normed, B)
+                mlp["switch_mlp"].expect(*likely)
+        h = forward(self.mixer, normed(before, x.x), B, mask, cache)
+        inside = normed(after, h, add=x.x)  # h is the sum from here on
+        return h + forward(mlp, inside, B)
+
+    @property
+    def is_known(self) -> bool:
+        return super().is_known and all(map(is_norm, self.norms))
+
+    @property
+    def norms(self) -> tuple[nn.Module, nn.Module]:
+        """The norm before the mixer, and that before the MLP."""
+        return self["input_layernorm"], self["post_attention_layernorm"]
 
     @property
     def mixer(self) -> nn.Module:
@@ -127,7 +125,6 @@ class AttentionPass:
             self.y = mixer.leave(self._attended, gate, found)
 
     def run(self, mask: Any, cache: Any) -> None:
-        """As in ``DeltaPass``."""
         n = len(self.y)
         for a, now in zip(self._angles, self._mixer.turns(cache.offset, n)):
             a[:] = now
@@ -142,32 +139,29 @@ class Pass:
     """A short pass of n tokens through a layer, recorded: two or three native calls and experts."""
 
     def __init__(self, layer: Layer, n: int):
-        mixer, mlp, memory = layer.mixer, layer["mlp"], layer.memory
-        before, after = layer["input_layernorm"], layer["post_attention_layernorm"]
+        mixer, mlp, memory, (before, after) = layer.mixer, layer["mlp"], layer.memory, layer.norms
         memory.rewind()
-        D = before["weight"].size
-        self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, D)
+        self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, before["weight"].size)
         first, self._last = team.Program(memory), team.Program(memory)
         ahead = team.Program(memory)
         with ahead.recording():  # the router before attention
-            normed = Rows(rowwise.rms_norm(self._x, weight_of(after, D), after.eps))
-            likely = mlp.likely(normed)
+            likely = mlp.likely(normed(after, self._x))
         self._ahead = likely and (ahead, mlp["switch_mlp"], likely)
         with first.recording():
-            normed = Rows(rowwise.rms_norm(self._x, weight_of(before, D), before.eps))
+            x = normed(before, self._x)
         kind = DeltaPass if isinstance(mixer, GatedDelta35) else AttentionPass
-        self._mixed = kind(mixer, normed, first)
+        self._mixed = kind(mixer, x, first)
         with self._mixed.end.recording():
             h = self._mixed.y
-            normed = Rows(rowwise.rms_norm(h, weight_of(after, D), after.eps, add=self._x))
-            self._routed, scores, *shared = mlp.before_experts(normed, 1, mlp.fits())
-            y, self._experts = memory.empty(scores.size, normed.x.shape[-1]), None
+            x = normed(after, h, add=self._x)
+            self._routed, scores, *shared = mlp.before_experts(x, 1, mlp.fits())
+            y, self._experts = memory.empty(scores.size, x.x.shape[-1]), None
             if n == 1:
                 found = mlp["switch_mlp"].all_matrices()
-                self._experts = experts.PlacedExperts(found, normed, scores.size)
+                self._experts = experts.PlacedExperts(found, x, scores.size)
         with self._last.recording():
             self._out = rowwise.combine(y, scores, h, *shared)
-        self._normed, self._y = normed.x, self._last.places(y)
+        self._normed, self._y = x.x, self._last.places(y)
         # What must stay the same: the modules, how they are called, and what is in them. The layer
         # holds the record, so the record must not hold the layer.
         (_, _, *self._own), *inside = _inside(layer)
@@ -179,15 +173,11 @@ class Pass:
     def of(cls, layer: Layer, n: int) -> "Pass | None":
         """The record of a layer; None if it cannot be recorded."""
         mixer, mlp, shared = layer.mixer, layer["mlp"], layer["mlp"].get("shared_expert")
-        norms = layer["input_layernorm"], layer["post_attention_layernorm"]
         known = (
-            is_itself(mixer, Block)
-            and isinstance(mixer, (GatedDelta35, Attention))
-            and is_itself(mlp, Block)
-            and isinstance(mlp, Experts)
+            is_itself(mixer, (GatedDelta35, blocks.Attention))
+            and is_itself(mlp, Experts)
             and (shared is None or (is_itself(shared, FastMLP) and shared.fits() is not None))
             and layer.is_known
-            and all(map(is_norm, norms))
             and None not in (mixer.fits(), mlp.fits())
             and experts.takes_rows(mlp["switch_mlp"])
         )
@@ -237,10 +227,10 @@ def _inside(layer):
 
 BLOCKS = {
     qwen3_5.GatedDeltaNet: GatedDelta35,
-    qwen3_next.Qwen3NextGatedDeltaNet: GatedDeltaNext,
-    qwen3_next.Qwen3NextAttention: Attention,
-    qwen3_moe.Attention: Attention,
-    qwen3.Attention: Attention,
+    qwen3_next.Qwen3NextGatedDeltaNet: blocks.GatedDeltaNext,
+    qwen3_next.Qwen3NextAttention: blocks.Attention,
+    qwen3_moe.Attention: blocks.Attention,
+    qwen3.Attention: blocks.Attention,
     qwen3_next.Qwen3NextSparseMoeBlock: Experts,
     qwen3_moe.Qwen3MoeSparseMoeBlock: Experts,
     qwen3_5.DecoderLayer: Layer,
@@ -249,8 +239,11 @@ BLOCKS = {
     qwen3.TransformerBlock: Layer,
 }
 NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
-# Functions of mlx-lm that blocks stand for.
-CALLED = ("gated_delta_update", "scaled_dot_product_attention")
+# Functions of mlx-lm that blocks stand for, and what makes of them those that other layers call.
+CALLED = {
+    "gated_delta_update": gated_delta.fast_update,
+    "scaled_dot_product_attention": attention.eager_attention,
+}
 
 
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
@@ -266,8 +259,8 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
         experts.use(module)
         if computes is not None:
             found["fast" if computes else "mlx"] += 1
-        gated_delta.use(module)
-        attention.use(module)
+        for name, fast in CALLED.items():
+            call_instead(module, name, fast)
         if cls in BLOCKS:
             module.__class__ = _fast(cls, type(module))
             for norm in module.children().values():
@@ -280,7 +273,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
 
 def blocks_of(model: nn.Module) -> dict[str, int]:
     """The number of blocks that compute in one piece, for each class name of mlx-lm."""
-    return dict(Counter(type(m).__name__ for m in model.modules() if isinstance(m, Block)))
+    return dict(Counter(type(m).__name__ for m in model.modules() if isinstance(m, blocks.Block)))
 
 
 @cache

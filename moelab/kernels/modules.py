@@ -31,13 +31,12 @@ def available() -> bool:
 
 def check() -> None:
     """Raise ValueError if the kernels cannot be used here."""
-    device, wrong = mx.default_device(), None
-    if device != mx.cpu:
+    if available():
+        return
+    wrong = "needs the package llvmlite: pip install llvmlite, or use 'mlx'."
+    if (device := mx.default_device()) != mx.cpu:
         wrong = f"is for the CPU backend, the default device is {device}. Use 'mlx'."
-    elif code.llvm is None:
-        wrong = "needs the package llvmlite: pip install llvmlite, or use 'mlx'."
-    if wrong:
-        raise ValueError(f"StreamConfig.kernels: 'fast' {wrong}")
+    raise ValueError(f"StreamConfig.kernels: 'fast' {wrong}")
 
 
 def describe() -> str:
@@ -196,8 +195,8 @@ def replaced(module: nn.Module) -> bool:
     return cls.__call__ is not call
 
 
-def is_itself(module: nn.Module, kind: type) -> bool:
-    """Whether a call of a module is what ``kind`` defines: no hook, no method of somebody else."""
+def is_itself(module: nn.Module, kind: type | tuple[type, ...]) -> bool:
+    """Whether a module is of a kind and its call its own: no hook, no method of somebody else."""
     return isinstance(module, kind) and type(module).__call__ is type(module).known_call
 
 

@@ -283,19 +283,16 @@ class _Product(Code):
             def tile(first, _):
                 end = self.add(first, size)
                 end = self.b.select(self.b.icmp_signed("<", end, last), end, last)
-                row = I64(0)
-                for m in ROWS:
 
-                    def rows(row, _, m=m):
-                        xs, ys = (
-                            [self.load(of, self.add(row, j), I64, align=8) for j in range(m)]
-                            for of in (of_x, of_y)
-                        )
-                        at = first
-                        for r in ROWS[m]:
-                            at = self._rows(r, xs, ys, at, end, *pointers)
+                def group(numbers):
+                    xs, ys = (
+                        [self.load(of, i, I64, align=8) for i in numbers] for of in (of_x, of_y)
+                    )
+                    at = first
+                    for r in ROWS[len(numbers)]:
+                        at = self._rows(r, xs, ys, at, end, *pointers)
 
-                    row = self.loop(row, rows_of_x, m, rows)[0]
+                self.in_groups(I64(0), rows_of_x, ROWS, group)
 
             # The loop ends where not a whole step is left: one more tile is what remains.
             self.loop(start, self.add(last, self.b.sub(size, I64(1))), size, tile)

@@ -4,6 +4,8 @@ Functions take and give float32 arrays of numpy. A row's result depends on no ot
 how many threads there are, so a text may be divided into passes in any way.
 """
 
+from functools import reduce
+
 import numpy as np
 
 from . import team
@@ -291,14 +293,10 @@ class _Router(Code):
 
             self.loop(I64(0), I64(self.E), 1, expert)
             most = self.spread(self.load(scores, mine, F32))
-            parts = []
-            for k in range(K):
-                v = self.spread(self.load(scores, self.add(mine, k), F32))
-                parts.append(self.exp(b.fsub(v, most)))
+            parts = [self.load(scores, self.add(mine, k), F32) for k in range(K)]
+            parts = [self.exp(b.fsub(self.spread(v), most)) for v in parts]
             if self.normalize:
-                total = parts[0]
-                for part in parts[1:]:
-                    total = b.fadd(total, part)
+                total = reduce(b.fadd, parts)
             else:
 
                 def block(e, held):

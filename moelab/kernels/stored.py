@@ -22,7 +22,7 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 def load(name: str) -> bytes | None:
     """The object code of a kernel; None if there is none, a damaged one, or another user's."""
     try:
-        with open(_checked(folder()) / _file(name), "rb", opener=_at_once) as file:
+        with open(_file(name), "rb", opener=_at_once) as file:
             found = os.fstat(file.fileno())
             _check(file.name, found)
             stored = file.read() if stat.S_ISREG(found.st_mode) else b""
@@ -36,12 +36,12 @@ def save(name: str, code: bytes) -> None:
     """Keep object code for later processes, if that is possible."""
     with suppress(OSError, RuntimeError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        into = _checked(folder())
-        with tempfile.NamedTemporaryFile(dir=into, delete=False) as file:
+        into = _file(name)
+        with tempfile.NamedTemporaryFile(dir=into.parent, delete=False) as file:
             try:
                 file.write(hashlib.sha256(code).digest() + code)
                 file.close()
-                os.replace(file.name, into / _file(name))
+                os.replace(file.name, into)
             except BaseException:
                 os.unlink(file.name)
                 raise
@@ -59,19 +59,15 @@ def _at_once(path, flags):
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def _checked(path):
-    """The folder; PermissionError if it is another user's or others can write to it."""
-    _check(path, path.stat())
-    return path
-
-
 def _check(path, found):
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError(f"{path}: others may write here")
 
 
 def _file(name):
-    return hashlib.sha256(f"{_origin()} {name}".encode()).hexdigest()
+    """The file of a kernel; PermissionError if others can write to its folder."""
+    _check(folder(), folder().stat())
+    return folder() / hashlib.sha256(f"{_origin()} {name}".encode()).hexdigest()
 
 
 @cache

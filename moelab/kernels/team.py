@@ -124,14 +124,13 @@ class Team:
         self._awake = ctypes.c_int64.from_address(self.address + 8 * AWAKE)
         self._ended = False
         self._beds = [threading.Lock() for _ in range(num_threads)]
-        self._threads = []
-        for bed in self._beds:
+        self._threads = [
+            threading.Thread(target=self._live, args=(bed,), name=f"moelab-team-{i}", daemon=True)
+            for i, bed in enumerate(self._beds)
+        ]
+        for bed, thread in zip(self._beds, self._threads):
             bed.acquire()
-            name = f"moelab-team-{len(self._threads)}"
-            self._threads.append(
-                threading.Thread(target=self._live, args=(bed,), name=name, daemon=True)
-            )
-            self._threads[-1].start()
+            thread.start()
 
     def _live(self, bed):
         while not self._ended:
@@ -165,8 +164,7 @@ def _team():
     return team
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the threads
+os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the threads
 
 
 class _Shared(Code):

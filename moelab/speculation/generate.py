@@ -30,7 +30,7 @@ from ..hooks import with_globals
 from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
 from .rollback import Rollback
-from .sampling import Chooser, num_accepted
+from .sampling import Chooser
 from .target import PREFILL_STEP, Capture, lock
 
 
@@ -51,17 +51,6 @@ class SpeculativeResponse(GenerationResponse):
 
     drafted: int = 0  # tokens so far in the text
     accepted: int = 0  # of the drafted ones, so far in the text
-    round: Round = Round(0)  # the round that gave this token
-
-
-def check_tokens(max_tokens: int, prefill_step_size: int = PREFILL_STEP) -> None:
-    """Refuse numbers with which a text would never end, or its prompt would not be read."""
-    for name, n, least, expected in (
-        ("max_tokens", max_tokens, -1, "a number above 0, or -1 for no limit"),
-        ("prefill_step_size", prefill_step_size, 1, "at least 1 token"),
-    ):
-        if not isinstance(n, Integral) or n < least:
-            raise ValueError(f"{name}: expected {expected}, got {n!r}.")
 
 
 def speculative_generate(
@@ -92,12 +81,11 @@ def speculative_generate(
         prompt_cache (list | None): The target's cache and, if wanted, the draft's (its
             ``make_cache``) after it. Afterwards they hold the prompt and every token that was
             yielded.
-        rollback (str): A strategy of ``Rollback``. Default: ``auto``.
         kwargs: ``logits_processors``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size``,
             ``quantized_kv_start`` and ``prompt_progress_callback``, as for mlx-lm.
 
     Yields:
-        SpeculativeResponse: mlx-lm's response with ``drafted``, ``accepted`` and the ``round``.
+        SpeculativeResponse: mlx-lm's response with ``drafted`` and ``accepted``.
 
     Raises:
         ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
@@ -125,7 +113,7 @@ def speculative_generate(
             if response.finish_reason:
                 steps.close()  # so that whoever gets the last response finds the caches complete
             told = vars(response) | {"from_draft": from_draft}
-            yield SpeculativeResponse(**told, drafted=drafted, accepted=accepted, round=round)
+            yield SpeculativeResponse(**told, drafted=drafted, accepted=accepted)
     finally:
         if steps:
             steps.close()
@@ -148,13 +136,17 @@ def speculative_generate_step(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-    rollback: str = "auto",
 ) -> Iterator[tuple[int, mx.array, bool, Round]]:
     """Yield token, log probabilities ``[V]``, whether it was drafted, and its round, one by one.
 
     The arguments are those of ``speculative_generate`` and mlx-lm's function of this name.
     """
-    check_tokens(max_tokens, prefill_step_size)
+    for name, n, least, expected in (
+        ("max_tokens", max_tokens, -1, "a number above 0, or -1 for no limit"),
+        ("prefill_step_size", prefill_step_size, 1, "at least 1 token"),
+    ):
+        if not isinstance(n, Integral) or n < least:
+            raise ValueError(f"{name}: expected {expected}, got {n!r}.")
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
     policy = learned_policy(model, draft) if num_draft_tokens == "auto" else num_draft_tokens
@@ -167,7 +159,7 @@ def speculative_generate_step(
 
     quantizing = (quantized_kv_start, kv_group_size, kv_bits)
     with mx.stream(stream):
-        target = _Target(model, draft, prompt_cache, rollback, quantizing)
+        target = _Target(model, draft, prompt_cache, quantizing)
         progress = prompt_progress_callback or (lambda *_: None)
         progress(0, prompt.size)
         draft_s = 0.0  # seconds in which the draft read the prompt
@@ -276,8 +268,8 @@ class _Rounds:
         drafts = mx.array(proposal.guesses, mx.uint32)
         logits = self._target.read(mx.concatenate([self._last, drafts]))
         tokens, logprobs = self._chooser(logits, drafts)  # of the drafts' positions and one more
-        chosen = tokens.tolist()
-        accepted = num_accepted(proposal.guesses, chosen)
+        guesses, chosen = proposal.guesses, tokens.tolist()
+        accepted = next((i for i, guess in enumerate(guesses) if guess != chosen[i]), len(guesses))
         self._chooser.commit(tokens[: accepted + 1])
         verify_s = time.perf_counter() - proposal.begin - proposal.draft_s
         round = Round(self._number, drafts.size, accepted, proposal.draft_s, verify_s)
@@ -304,7 +296,7 @@ class _Rounds:
 class _Target:
     """The target, its cache and draft; ``quantizing``: start, group size and bits, as in mlx-lm."""
 
-    def __init__(self, model, draft, prompt_cache, strategy, quantizing):
+    def __init__(self, model, draft, prompt_cache, quantizing):
         self._num_caches = len(make_prompt_cache(model))
         self._given, given = prompt_cache, prompt_cache or []
         if 0 < len(given) < self._num_caches:
@@ -315,7 +307,7 @@ class _Target:
         self._cache = given[: self._num_caches] or make_prompt_cache(model)
         self.draft = BoundDraft(draft, model, given[self._num_caches :] or None)
         self._model, self._quantizing = model, quantizing
-        self._rollback = Rollback(model, self._cache, strategy)
+        self._rollback = Rollback(model, self._cache)
         self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
         self._read = None  # the tokens of the last pass and their features, until ``keep``
         self.accepted = 0  # the tokens of the last pass that ``finish`` keeps if the caller stops

@@ -104,21 +104,13 @@ def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
     return next((p, m) for p, m in model.named_modules() if "embed_tokens" in m and "layers" in m)
 
 
-class _Stored(SimpleNamespace):
-    """Where a head is: ``files``, ``prefix`` of its names, ``family``, and how it is stored."""
-
-    def shifts(self, name: str) -> bool:
-        """Whether a norm of this name is stored less 1."""
-        return self.less_1 and (not self.mtplx or any(part in name for part in MTPLX))
-
-
 def is_head(config: dict) -> bool:
     """Whether a configuration is of a folder that has a head alone."""
     return config.get("model_type") == SIDECAR
 
 
-def _stored(path: Path, config: dict) -> _Stored:
-    """Find a head in a folder; a CheckpointError if there is none that this module knows."""
+def _stored(path: Path, config: dict) -> SimpleNamespace:
+    """Where a head is and how it is stored; a CheckpointError if this module knows none there."""
     text, family = config.get("text_config", config), config.get("model_type")
     if is_head(config):
         family = "qwen3_5_moe" if text.get("num_experts") else "qwen3_5"
@@ -144,12 +136,16 @@ def _stored(path: Path, config: dict) -> _Stored:
     layers = {n for found in mine.values() for n in found if re.search(r"\blayers\.1\.", n)}
     if prefix != nextn and layers:
         raise CheckpointError(f"{path}: expected a draft head of one layer, got {min(layers)}.")
-    return _Stored(
+
+    def shifts(name):  # whether a norm of this name is stored less 1
+        every = "mtplx_mtp_quantization" not in config
+        return prefix == "mtp." and (every or any(part in name for part in MTPLX))
+
+    return SimpleNamespace(
         files=[f for f, found in mine.items() if found],
         prefix=prefix,
         family=family,
-        less_1=prefix == "mtp.",
-        mtplx="mtplx_mtp_quantization" in config,
+        shifts=shifts,
         has_embedding=family == "glm4_moe_lite"
         and any(f"{prefix}embed_tokens.weight" in found for found in mine.values()),
     )

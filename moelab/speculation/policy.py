@@ -133,7 +133,10 @@ class Policy:
         self.plain_s = median(self._plain_s)
         # The tokens that a round of 0, 1, 2 ... drafts brings.
         tokens = list(accumulate(accumulate([1.0, *self.acceptance()], mul)))
-        missed_s, left_s = self.missed_s(missed), self._allowed_s() - self.lost_s
+        # What this text may still lose by drafting.
+        allowed_s = self.risk * self.plain_s * max(self.num_tokens, self._expected)
+        left_s = allowed_s + min(allowed_s, self._banked_s) - self.lost_s
+        missed_s = self.missed_s(missed)
         promising = []  # (gain, -number, seconds that may be lost)
         for n, draft_s, verify_s in zip(self._numbers, self.draft_s(), self.verify_s()):
             cost_s = draft_s + verify_s
@@ -150,11 +153,6 @@ class Policy:
         """Let earlier drafts count less: each times ``weight``."""
         self._tried = [weight * n for n in self._tried]
         self._won = [weight * n for n in self._won]
-
-    def _allowed_s(self) -> float:
-        """Seconds that this text may lose by drafting."""
-        allowed_s = self.risk * self.plain_s * max(self.num_tokens, self._expected)
-        return allowed_s + min(allowed_s, self._banked_s)
 
     def acceptance(self) -> list[float]:
         """How often each draft ``[max_draft_tokens]`` is accepted once those before it are."""

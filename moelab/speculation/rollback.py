@@ -13,7 +13,6 @@ where tokens are computed together. ``auto`` chooses by Metal and ``STATES_NBYTE
 where a layer's recurrence is not known.
 """
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,21 +168,15 @@ class _Pass:
                 _trim(c, snapshot, n)
             elif id(c) in self.tapes:
                 c.cache = self.tapes[id(c)].at(self.num_tokens - n)
-                for name in ("left_padding", "lengths"):
-                    if (x := getattr(c, name)) is not None:
-                        setattr(c, name, x + n)
+                c.advance(-n)
             else:
                 complete = False
         return complete
 
 
-def leaves(cache: list) -> Iterator:
+def leaves(cache: list) -> list:
     """The caches in a prompt cache, those inside a ``CacheList`` one by one."""
-    for c in cache:
-        if isinstance(c, CacheList):
-            yield from leaves(c.caches)
-        else:
-            yield c
+    return [c for part in cache for c in (part.caches if isinstance(part, CacheList) else [part])]
 
 
 def _check(c, more: int = 0) -> None:

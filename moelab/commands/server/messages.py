@@ -27,7 +27,6 @@ class _Request(Translated):
     reasoning: dict[Literal["effort"], str | None] = Field({}, alias="output_config")
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
-        """Make the ask, and what splits its text."""
         self.system = [p for p in self.system if not p.get("content", "").startswith(BILLING)]
         if self.messages[-1]["role"] == "assistant":
             words = "expected the user's as the last, since no other can be continued"
@@ -50,7 +49,6 @@ class Messages(Responses):
         self.answer |= {"stop_sequence": None, "usage": _usage(len(self.asks[0].tokens), 0, 0)}
 
     def whole(self, parts: list[Part]) -> dict[str, Any]:
-        """Make the answer in one piece."""
         part = parts[0]
         stop = part.stop if part.finish == "stop" else None
         ended = {"stop_reason": "stop_sequence" if stop else REASONS[part.finish]}
@@ -58,11 +56,9 @@ class Messages(Responses):
         return self.answer | ended | {"content": [self._block(run) for run in part.runs]}
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """Begin a stream."""
         yield {"type": "message_start", "message": self.answer}
 
     def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
-        """End a stream."""
         yield from self._end_item(self._runs, "completed")
         answer = self.whole(parts)
         ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
@@ -71,7 +67,6 @@ class Messages(Responses):
 
     @staticmethod
     def error(words: str, param: str | None, status: int) -> dict[str, Any]:
-        """Say what was wrong, instead of an answer or within a stream."""
         kind = ERRORS.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": words}}
 

@@ -116,7 +116,6 @@ class Responses(Chat):
         self.answer |= {"parallel_tool_calls": self.request.parallel_tool_calls}
 
     def whole(self, parts: list[Part]) -> dict[str, Any]:
-        """Make the answer in one piece."""
         runs, status, reason = parts[0].runs, "completed", None
         if parts[0].finish == "length":
             status, reason = "incomplete", {"reason": "max_output_tokens"}
@@ -129,7 +128,6 @@ class Responses(Chat):
         return self.answer | ended | {"incomplete_details": reason, "usage": usage}
 
     def begin(self) -> Iterable[dict[str, Any]]:
-        """Begin a stream."""
         yield {"type": "response.created", "sequence_number": 0, "response": self.answer}
 
     def part(self, index: int, part: Part) -> Iterable[dict[str, Any]]:
@@ -142,7 +140,6 @@ class Responses(Chat):
             yield self._more(len(self._runs) - 1, run)
 
     def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
-        """End a stream."""
         answer = self.whole(parts)
         yield from self._end_item(self._runs, answer["status"])
         kind, number = f"response.{answer['status']}", next(self._numbers)
