@@ -150,10 +150,12 @@ def test_a_rank_that_ends_in_an_answer(how, first_says, checkpoints, tmp_path):
 def test_a_rank_that_loads_for_long(tmp_path):
     """The other says soon that it waits."""
     program = (
-        "import time; from moelab.streaming import ranks; ranks.SAY_S = 0.5; "
-        "r = ranks.Ranks(ranks.joined()); time.sleep({}); r.gather(1)"
+        "import time\nfrom pathlib import Path\nfrom moelab.streaming import ranks\n"
+        f"ranks.SAY_S, waits = 0.5, Path({str(tmp_path / 'waits')!r})\n"
+        "r = ranks.Ranks(ranks.joined())\n{}\nr.gather(1)"
     )
-    commands = [["-c", program.format(seconds)] for seconds in (0, 2)]
+    loads = "while not waits.exists(): time.sleep(0.1)\ntime.sleep(2)"
+    commands = [["-c", program.format(does)] for does in ("waits.touch()", loads)]
     first, other = ranks.finish(ranks.start(commands, tmp_path), 60)
     assert first.returncode == other.returncode == 0, (first, other)
     assert first.stderr.count("rank 0 of 2 waits for the others to load") == 1
