@@ -161,34 +161,18 @@ def lines(
     return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
 
 
-def timeline(
-    spans: "DataFrame",
-    panel: str | None = None,
-    *,
-    title: str,
-    axis: str,
-    finding: str,
-    note: str = "",
-) -> go.Figure:
+def timeline(spans: "DataFrame", *, title: str, axis: str, finding: str) -> go.Figure:
     """Draw each span (a row: ``lane``, ``what``, ``begin_s``, ``end_s``) as a bar in ms."""
-    scale = 1e3
-    panels = {None: spans} if panel is None else dict(list(spans.groupby(panel, sort=False)))
-    kinds = list(dict.fromkeys(spans.what))
-    lanes = list(dict.fromkeys(spans.lane))
-    fig = _figure(spans, {}, title, "", "", note, barmode="overlay", showlegend=True)
-    words = []
-    for i, ((label, rows), place) in enumerate(
-        zip(panels.items(), _panels(fig, list(panels), lanes, axis))
-    ):
-        for k, what in enumerate(kinds):
-            mine = rows[rows.what == what]
-            lengths = (mine.end_s - mine.begin_s) * scale
-            labels, base = [_label(n) for n in mine.lane], mine.begin_s * scale
-            fig.add_bar(x=lengths, base=base, y=labels, **_part(what, k, i, place))
-        took = (rows.end_s - rows.begin_s).groupby(rows.what, sort=False).sum() * scale
-        words.append(_told(label, (f"{what} {ms:.3g}" for what, ms in took.items())))
-    fig.update_xaxes(range=[0, 1.02 * spans.end_s.max() * scale])
-    return style.describe(fig, f"Timeline, {axis}. " + " ".join(words), finding)
+    spans = spans.assign(begin_ms=spans.begin_s * 1e3, ms=(spans.end_s - spans.begin_s) * 1e3)
+    fig = _figure(spans, {}, title, "", "", "", barmode="overlay", showlegend=True)
+    (place,) = _panels(fig, [None], list(dict.fromkeys(spans.lane)), axis)
+    for k, (what, mine) in enumerate(spans.groupby("what", sort=False)):
+        labels = [_label(n) for n in mine.lane]
+        fig.add_bar(x=mine.ms, base=mine.begin_ms, y=labels, **_part(what, k, 0, place))
+    fig.update_xaxes(range=[0, 1.02e3 * spans.end_s.max()])
+    took = spans.groupby("what", sort=False).ms.sum()
+    told = ", ".join(f"{what} {ms:.3g}" for what, ms in took.items())
+    return style.describe(fig, f"Timeline, {axis}. {told}.", finding)
 
 
 def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:

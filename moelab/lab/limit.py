@@ -10,9 +10,9 @@ free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
 
 import ctypes
 import errno
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -156,10 +156,8 @@ def lower(nbytes: int) -> None:
 
 def main(function: str, arguments: str) -> None:
     """Run, for ``call``, a function ``module:name`` and print in JSON what it returns."""
-    module, _, name = function.partition(":")
     try:
-        result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
-        print(json.dumps(result))
+        print(json.dumps(pkgutil.resolve_name(function)(*json.loads(arguments))))
     except (ValueError, OSError) as error:  # the calling process reports it
         sys.exit(str(error))
 

@@ -43,12 +43,12 @@ PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own rou
 HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
-def measure_costs(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> Costs:
+def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
     """Measure the costs that a replay needs, without pandas.
 
     A line on stderr says so if other programs were busy meanwhile.
     """
-    record = samples_of(path, config, tokens)
+    record = samples_of(path, tokens=tokens)
     load = record["load"]
     if load["disturbed"]:
         print(
@@ -68,8 +68,6 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
     L, E, K = size.num_layers, size.num_experts, size.top_k
-    if config.mode not in ("stacked", "fused"):
-        raise ValueError(f"measure_costs: expected mode stacked or fused, got {config.mode!r}.")
     if E == K:
         raise ValueError(
             "measure_costs: expected more experts than a token needs, or none is ever read twice; "
