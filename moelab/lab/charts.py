@@ -175,8 +175,8 @@ def timeline(spans: "DataFrame", *, title: str, axis: str, finding: str) -> go.F
     return style.describe(fig, f"Timeline, {axis}. {told}.", finding)
 
 
-def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
-    """Show a table, its index as the first column; ``form`` is a format, or one by column."""
+def table(frame: "DataFrame", form: str = "{:.3g}") -> None:
+    """Show a table, its index as the first column and its fractions in a ``form``."""
     plain = frame.to_string() if len(frame) else "nothing"
     display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
 
@@ -186,17 +186,15 @@ def say(text: str) -> None:
     display({"text/markdown": text, "text/plain": text}, raw=True)
 
 
-def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:
+def as_html(frame: "DataFrame", form: str = "{:.3g}") -> str:
     """Write a table as escaped HTML, with the arguments of ``table``."""
 
-    def written(column):
-        given = form.get(column, "{:.3g}") if isinstance(form, Mapping) else form
-        is_float = (float, np.floating)
-        return lambda cell: given.format(cell) if isinstance(cell, is_float) else str(cell)
+    def written(cell):
+        return form.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
 
     names = [name or "" for name in frame.index.names]
     frame = frame.rename_axis(names).reset_index()
-    forms = {column: written(column) for column in frame}
+    forms = dict.fromkeys(frame, written)
     made = frame.to_html(index=False, border=0, justify="left", formatters=forms)
     return made.replace("<td>", "<td style='text-align:left'>")
 

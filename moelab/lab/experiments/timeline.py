@@ -122,7 +122,6 @@ def measure(
     tokens: int = 8,
     runs: int = 5,
     cold: bool = False,
-    progress: bool = False,
 ) -> "DataFrame":
     """Decode in every mode with a clock in the engine, one token ahead as mlx-lm does.
 
@@ -148,7 +147,6 @@ def measure(
             {n: lambda i, m=m: _sample(m, ids, tokens, drop) for n, m in models.items()},
             runs,
             settings,
-            progress=progress,
         )
 
 
