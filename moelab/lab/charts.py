@@ -55,7 +55,7 @@ def bars(
     places = _panels(fig, list(grouped), names, axis, headroom=bool(ceilings))
     words = []
     for (label, variants), place in zip(grouped.items(), places):
-        low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in variants.values()]).T
+        low, mid, high = _quartiles(variants)
         numbers, labels = [_number(m, digits) for m in mid], [_label(n) for n in variants]
         fig.add_bar(
             x=mid,
@@ -136,9 +136,11 @@ def lines(
     fig = _figure(samples, series, title, *axes, note, height=360)
     words, top = [], list(ceilings.values())
     for i, (name, points) in enumerate(series.items()):
-        style.band(fig, list(points), list(points.values()), str(name), i)
+        low, mid, high = _quartiles(points)
+        shown = {"mode": "lines+markers", "name": str(name), **style.look(i)}
+        fig.add_scatter(x=list(points), y=mid, error_y=style.whiskers(low, mid, high), **shown)
         words.append(_told(name, [_series(points)]))
-        top += [np.percentile(p, 75) for p in points.values()]
+        top += [*high]
         if chosen in points:
             ring = {"size": 16, "color": style.GREY, "symbol": "circle-open", "line_width": 3}
             at = {"x": [chosen], "y": [np.median(points[chosen])], "marker": ring}
@@ -213,6 +215,11 @@ def _grouped(samples, value, by, panel):
         label: {name: part[""].to_numpy(float) for name, part in rows.groupby(by, sort=False)}
         for label, rows in panels
     }
+
+
+def _quartiles(groups):
+    """The lower quartiles, the medians and the upper quartiles of groups of samples."""
+    return np.array([np.percentile(s, (25, 50, 75)) for s in groups.values()]).T
 
 
 def _figure(samples, grouped, title, x, y, note, **layout):
