@@ -142,12 +142,11 @@ def experts(path, trace, runs):
 # Guesses of tokens
 
 
-class OneText(Policy):
+def one_text():
     """A policy whose text goes on when another call decodes more of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.begin = lambda max_tokens=-1: None
+    policy = Policy()
+    policy.begin = lambda max_tokens=-1: None
+    return policy
 
 
 class Head(OracleDraft):
@@ -164,36 +163,30 @@ class Head(OracleDraft):
         return super().propose(last, n, choose)
 
 
-class Reading:
-    """A text that is read on, with any draft."""
-
-    def __init__(self, model, tokens):
-        self.model, self.tokens, self.read = model, tokens, 0
-        self.cache = make_prompt_cache(model)
-
-    def on(self, accept, number, tokens, prompt=1, seed=0):
-        """Read a prompt, tokens to settle, and so many timed ones."""
-        rest, size = self.tokens[self.read :], 1 + DRAFTS["settle"] + tokens
-        self.read += prompt + size
-        draft, feed = Head(rest, accept, seed), rest[prompt:][:size]
-        amount = {"tokens": tokens, "warmup": DRAFTS["settle"], "feed": feed, "cache": self.cache}
-        return decode_drafted(self.model, rest[:prompt], draft, number, **amount)
-
-
 def drafts(path, trace, runs):
     """The rows of so many rounds, in this process."""
-    text, order = Trace.load(trace).tokens.tolist(), random.Random(0)
+    text, order, settle = Trace.load(trace).tokens.tolist(), random.Random(0), DRAFTS["settle"]
     model, _ = load(path, StreamConfig(slots="auto", context=512, verify_tokens=MAX_DRAFTS + 1))
+
+    def read_on(i, accept, number, tokens=DRAFTS["tokens"], prompt=1):
+        """Read a prompt of the round's text, tokens to settle, and so many timed ones."""
+        nonlocal rest
+        feed = rest[prompt:][: 1 + settle + tokens]
+        draft, amount = Head(rest, accept, i), {"tokens": tokens, "warmup": settle}
+        ran = decode_drafted(model, rest[:prompt], draft, number, **amount, feed=feed, cache=cache)
+        rest = rest[prompt + len(feed) :]
+        return ran
+
     variants = [("none", 0.0, 0)]
     variants += [(f"{share:g}, {n} drafts", share, n) for share in SHARES for n in LENGTHS]
-    variants += [(f"{share:g}, policy", share, OneText()) for share in SHARES]
+    variants += [(f"{share:g}, policy", share, one_text()) for share in SHARES]
     plan, rows = session_of(model).plan, []
     for i in range(runs):
         at = i * STEP % len(text)
-        reading = Reading(model, (text[at:] + text[:at]) * 2)
-        reading.on(0.0, 0, DRAFTS["tokens"] if i else DRAFTS["fill"], PROMPT)
+        rest, cache = (text[at:] + text[:at]) * 2, make_prompt_cache(model)
+        read_on(i, 0.0, 0, DRAFTS["tokens"] if i else DRAFTS["fill"], PROMPT)
         for name, share, n in order.sample(variants, len(variants)):
-            ran = reading.on(share, n, DRAFTS["tokens"], seed=i)
+            ran = read_on(i, share, n)
             row = vars(ran) | asdict(ran.counters) | {"variant": name, "round": i}
             row |= {"share": share, "num_drafts": name.split(", ")[-1], "rounds": len(ran.rounds)}
             row |= {"slots": plan.slots, "plan": plan.reason}

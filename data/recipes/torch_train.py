@@ -185,7 +185,7 @@ def evaluate(model, ids, nbytes, length, batch=8):
     return torch.stack(losses).mean().item() / math.log(2) * len(ids) / nbytes
 
 
-def train(data, out, minutes, batch, length, lr, resume, seed=0):
+def train(data, out, minutes, batch, length, lr, seed=0):
     """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine."""
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,10 +199,7 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     held = {n: (load(n), manifest[n]["bytes"], length) for n in ("valid", "heldout")}
     stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
 
-    model = Model(TEXT_CONFIG)
-    if resume:
-        model.load_state_dict(read(resume))
-    model = model.to(device)
+    model = Model(TEXT_CONFIG).to(device)
     if device == "cuda":
         model.compile()
         model = model.bfloat16()
@@ -239,8 +236,6 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
         }
         if step % 500 == 0:
             line["valid_bpb"] = round(evaluate(model, *held["valid"]), 4)
-            if step % 2000 == 0:
-                export(optimizer.masters, out)  # to resume from, if the machine is lost
             spent = time.perf_counter() - clock
         log.append(line)
         print(json.dumps(line), flush=True)
@@ -265,7 +260,6 @@ def main():
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence")
     parser.add_argument("--lr", type=float, default=8e-3, help="the highest learning rate")
-    parser.add_argument("--resume", type=Path, help="an exported checkpoint to go on from")
     train(**vars(parser.parse_args()))
 
 
