@@ -8,12 +8,11 @@ Notebook 01 reads the records. MLX reads these settings once, so each has a proc
 CUPTI counts the kernels, through ``torch.profiler``.
 """
 
-import json
 import os
 import re
-import subprocess
 import sys
 import time
+import unittest.mock
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,7 +25,7 @@ from mlx_lm.models import qwen3, qwen3_moe
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.lab import records
+from moelab.lab import limit, records
 from moelab.lab.experiments.dispatch import default_dtype, hooked_experts, operations_of_layers
 
 AHEAD, ROUTING_READ = "next token scheduled ahead", "every layer's routing read"
@@ -153,15 +152,12 @@ def kernels(path, tokens=64, rounds=5):
 def main(out, path=None, work="count"):
     if path:
         return records.save(out, {"count": count, "kernels": kernels}[work](path))
-    if out == "here":
-        return print(json.dumps(here()))
     running, rows = records.Running("buffers"), []
     for setting, environment in SETTINGS.items():
-        words, environment = [sys.executable, __file__, "here"], os.environ | environment
-        done = subprocess.run(words, env=environment, stdout=subprocess.PIPE, check=True)
+        with unittest.mock.patch.dict(os.environ, environment):
+            found, _ = limit.call(here, what=setting)
         rows += [
-            {"variant": f"{row['model']}, {setting}", "setting": setting} | row
-            for row in json.loads(done.stdout)
+            {"variant": f"{row['model']}, {setting}", "setting": setting} | row for row in found
         ]
     records.save(out, running.table(rows))
 

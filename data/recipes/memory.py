@@ -5,8 +5,6 @@
 Claim A10 rests on the records. Each run has a process of its own.
 """
 
-import json
-import subprocess
 import sys
 from dataclasses import asdict
 
@@ -15,7 +13,7 @@ import psutil
 from mlx_lm.models.cache import make_prompt_cache
 
 from moelab import StreamConfig, footprint, load
-from moelab.lab import records
+from moelab.lab import limit, records
 from moelab.lab.models import folder
 from moelab.lab.texts import PROMPTS
 
@@ -45,16 +43,14 @@ def counts(path, slots, tokens):
 
 
 def main(out, path, slots, tokens, runs="1"):
-    if out == "here":
-        return print(json.dumps(counts(path, int(slots), int(tokens))))
-    path, config, rows = folder(path), StreamConfig(slots=int(slots)), []
-    settings = {"model": path.name, "tokens": int(tokens), "config": asdict(config)}
+    path, slots, tokens, rows = folder(path), int(slots), int(tokens), []
+    config = StreamConfig(slots=slots)
+    settings = {"model": path.name, "tokens": tokens, "config": asdict(config)}
     settings |= {"predicted_nbytes": footprint(path, config).total_nbytes}
     running = records.Running("memory", settings)
     for i in range(int(runs)):
-        words = [sys.executable, __file__, "here", str(path), slots, tokens]
-        done = subprocess.run(words, stdout=subprocess.PIPE, check=True)
-        rows += [{"variant": config.mode, "round": i} | row for row in json.loads(done.stdout)]
+        found, _ = limit.call(counts, path, slots, tokens, what=f"run {i}")
+        rows += [{"variant": config.mode, "round": i} | row for row in found]
     made = running.table(rows)
     records.print_and_save(made.groupby("tokens").median(numeric_only=True).to_string(), made, out)
 

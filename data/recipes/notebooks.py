@@ -5,9 +5,8 @@
 
 A figure becomes a picture, a widget its first figure with a line that says how to move its sliders,
 a drawing of docs/drawings an attached picture, which a copy of the notebook keeps.
-A notebook is written only if something in it changed, and stays as it was if a cell fails. With
-MOELAB_FAST=1 the sizes are small, and what was made goes to build/notebooks. Needs kaleido, Pillow
-and Chromium.
+A notebook stays as it was if a cell fails. With MOELAB_FAST=1 the sizes are small, and what was
+made goes to build/notebooks. Needs kaleido, Pillow and Chromium.
 """
 
 import base64
@@ -103,14 +102,10 @@ def main(*names):
             if names and source.stem not in names:
                 continue
             text, failed = executed(source)
-            target = out / source.name
-            changed = not failed and not (target.exists() and target.read_text() == text)
-            if changed:
-                new = target.with_suffix(".new")
-                new.write_text(text)
-                new.replace(target)
+            if not failed:
+                (out / source.name).write_text(text)
             failures += bool(failed)
-            print(source.stem, failed or ("written" if changed else "as it was"), len(text))
+            print(source.stem, failed or "written", len(text))
     finally:
         kaleido.stop_sync_server(silence_warnings=True)
     return failures

@@ -28,11 +28,11 @@ import ctypes
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
-import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product, takewhile
@@ -109,24 +109,13 @@ def way(text):
         return peer, {"experts_on_cpu": True}
     if peer == MOELAB and settings:
         (config,) = parse_modes("/".join(("fused", *settings))).values()
-        return peer, {name: getattr(config, name) for name, _, _ in map(_split, settings)}
+        return peer, {name: getattr(config, name) for name in re.findall(r"/(\w+)=", text)}
     if peer not in NAMES or settings:
         raise ValueError(f"expected a peer ({', '.join(NAMES)}) with its options, got {text!r}")
     return peer, {}
 
 
-def _split(word):
-    return word.partition("=")
-
-
 # In a process of its own
-
-
-def apart(function, *args, what, nbytes=None):
-    """Call a function of this file in a new process, which finds this file, under a limit."""
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    with unittest.mock.patch.dict(os.environ, PYTHONPATH=path):
-        return limit.call(function, *args, what=what, nbytes=nbytes)
 
 
 def opened(peer, path, context, **options):
@@ -274,7 +263,7 @@ def same(prompts=20, tokens=100, length=64):
     settings = {"model": path.name, "prompt_tokens": length, "tokens": tokens}
     running = records.Running("peers same", settings | {"versions": versions()})
     made = {
-        peer: apart(texts_here, peer, str(read[peer]), texts, tokens, what=peer)[0]
+        peer: limit.call(texts_here, peer, str(read[peer]), texts, tokens, what=peer)[0]
         for peer in (MLX_LM, MOELAB, LLAMA_CPP, MLX_VLM)
     }
     begin, rows = opened(MLX_LM, str(path), length + tokens), []
@@ -317,7 +306,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
             options = {"expert_cache_gb": max(0, nbytes - others) * CACHE_SHARE / 1e9}
         arguments = peer, str(file), *text, limits, options
-        made, done = apart(sample_here, *arguments, what=given, nbytes=nbytes)
+        made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)
         told |= {"peer": given, "file_nbytes": sum(p.stat().st_size for p in parts)}
         return (made or {}) | told | {"limited_by": done.how, "killed": done.killed}
 
@@ -388,6 +377,4 @@ def main(work, *words):
 
 
 if __name__ == "__main__":
-    import peers  # so that new processes find the functions by this file's name
-
-    peers.main(*sys.argv[1:])
+    main(*sys.argv[1:])

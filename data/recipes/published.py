@@ -1,8 +1,11 @@
-"""Speeds that others publish, against what the planner predicts for their machines.
+"""Speeds that others publish, and our own, against what the planner predicts.
 
     python data/recipes/published.py OUT.json
     python data/recipes/published.py OUT.json pairs    settings of one machine, and the one planned
     python data/recipes/published.py OUT.json macs     plans for Macs, beside those of half of each
+    python data/recipes/published.py OUT.json own      ours, planned with costs of the same machine
+
+Nothing is measured: the records are computed.
 
 The rows are ``data/published.csv``'s. This was fixed before anything was fitted (by ``fit`` and
 ``fit_zipf`` of this file at 6fe0031): which rows count (``why_not``), on which sources the
@@ -19,12 +22,14 @@ import hashlib
 import re
 import sys
 from contextlib import suppress
+from itertools import combinations
 
 import numpy as np
 import pandas as pd
 
 from moelab.configs import one_of
 from moelab.lab import records
+from moelab.lab.experiments import page_cache
 from moelab.lab.experiments.plan import forecast
 from moelab.lab.models import named_sizes
 from moelab.memory import Most, swap_risk
@@ -120,36 +125,30 @@ def why_not(row):
 
 
 def by_source(table):
-    """How far off the predictions are for each source, and with a speed of its engine known."""
-    ratio = table.predicted_tok_s / table.tok_s
-    found = table.assign(ratio=ratio, factor=np.exp(abs(np.log(ratio)))).groupby("group")
+    """How far off the predictions are for each source."""
+    found = table.assign(factor=factor(table.predicted_tok_s, table.tok_s)).groupby("group")
     return pd.DataFrame(
         {
             "side": found.side.first(),
             "n": found.size(),
             "factor": found.factor.median(),
             "worst": found.factor.max(),
-            "engine_known": found.ratio.apply(_corrected),
         }
     ).sort_values(["side", "factor"])
 
 
-def _corrected(ratio):
-    """The median factor of rows, each divided by the median ratio of the others."""
-    logs = np.log(ratio.to_numpy())
-    if len(logs) < 2:
-        return float("nan")
-    others = [np.median(np.delete(logs, i)) for i in range(len(logs))]
-    return float(np.exp(np.median(abs(logs - others))))
+def factor(predicted, measured):
+    """How many times one speed is the other, whichever is larger."""
+    return np.exp(abs(np.log(predicted / measured)))
 
 
-def reached(sources, column="factor"):
+def reached(sources):
     """What ``GOALS`` ask for, computed from the sources that the fit left out."""
-    factor = sources[sources.side == "left out"][column]
+    off = sources[sources.side == "left out"].factor
     return {
-        "median": float(factor.median()),
-        "four of five": float(factor.quantile(0.8)),
-        "worst": float(factor.max()),
+        "median": float(off.median()),
+        "four of five": float(off.quantile(0.8)),
+        "worst": float(off.max()),
     }
 
 
@@ -212,7 +211,7 @@ def predicted():
     speeds = np.array([r.tok_s for r in found])
     return table.assign(
         predicted_tok_s=speeds,
-        factor=np.exp(abs(np.log(speeds / table.tok_s))),
+        factor=factor(speeds, table.tok_s),
         predicted_hit_rate=[r.app_hit_rate for r in found],
         replay=found,
     )
@@ -275,13 +274,9 @@ def by_group(table):
     """Of ``settings``: what share of pairs is ordered rightly, and what the plan's choice costs."""
     found = []
     for (source, side, *_), part in table.groupby(["group", "side", "set"], sort=False):
-        pairs = [
-            (a, b) for i, a in enumerate(part.itertuples()) for b in list(part.itertuples())[:i]
-        ]
         right = [
             (a.published_tok_s > b.published_tok_s) == (a.predicted_tok_s > b.predicted_tok_s)
-            for a, b in pairs
-            if a.predicted_tok_s > 0
+            for b, a in combinations(part.dropna(subset="predicted_tok_s").itertuples(), 2)
         ]
         cost = {n: part.best_over[part[n]].max() for n in ("planned", "planned_before")}
         what = ", ".join(str(part[n].iloc[0]) for n in ("machine", "ram_gb", "model", "method"))
@@ -339,16 +334,47 @@ def speeds():
     table = predicted()
     sources = by_source(table)
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
-    text += f"\nwith the engine known: {reached(sources, 'engine_known')}"
     table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
     kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
     kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]
     return text, table[[*kept, "predicted_tok_s", "predicted_hit_rate", "factor"]]
 
 
+# Our own: where, the records of the machine's costs and of speeds by slots; layers of the model.
+OWN = (
+    ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_478", 4),
+    ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),
+    ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_1530", 4),
+    ("2 cores, 40 layers", "cpu_costs_35b_full", "cpu_slots_35b_full", 40),
+    ("H100, 4 layers", "cuda_costs_35b", "cuda_host_routed_35b", 4),
+)
+FULL_VOCABULARY = 248_320
+
+
+def own():
+    """Speeds of our own, beside those that follow from costs measured on the same machine."""
+    rows = []
+    for where, costs, speeds, layers in OWN:
+        sizes, found = page_cache.machine_and_model(records.read(costs))
+        samples = records.read(speeds)
+        # If a record does not say how to read, the engine chose.
+        usual = {"direct": found.reads_direct, "limit_nbytes": float("inf")}
+        samples = samples.assign(**{n: v for n, v in usual.items() if n not in samples})
+        trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
+        for one in page_cache.replayed(page_cache.told(samples), sizes, found, trace).itertuples():
+            memory = f"{one.limit_mb / 1e3:.2g} GB" if one.limit_mb < float("inf") else "no limit"
+            variant = f"{memory}, {one.slots} slots, {one.reads}"
+            rows.append((where, variant, 1e3 / one.ms, 1e3 / one.replayed_ms))
+    out = pd.DataFrame(rows, columns=["where", "variant", "measured_tok_s", "planned_tok_s"])
+    return out.assign(factor=factor(out.planned_tok_s, out.measured_tok_s))
+
+
 def main(out, what="speeds"):
-    running = records.Running("published", {"goals": GOALS, "tokens": TOKENS})
-    found = {"speeds": speeds, "pairs": pairs, "macs": macs}[what]()
+    settings = {"goals": GOALS, "tokens": TOKENS}
+    if what == "own":
+        settings = {"records": [speeds for _, _, speeds, _ in OWN]}
+    running = records.Running("published", settings)
+    found = {"speeds": speeds, "pairs": pairs, "macs": macs, "own": own}[what]()
     text, table = found if isinstance(found, tuple) else (found.round(2).to_string(), found)
     load = running.record([])["load"]  # no other process disturbs what is computed
     records.print_and_save(text, running.table(table.to_dict("records"), load=load), out)

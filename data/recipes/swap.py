@@ -1,13 +1,13 @@
 """Does a streamed model leave the swap by itself while another program takes its memory?
 
-    python data/recipes/swap.py OUT.json MODEL LIMIT TAKEN SECONDS ROUNDS [seen]
+    python data/recipes/swap.py OUT.json MODEL LIMIT TAKEN SECONDS ROUNDS
 
 ``LIMIT`` and ``TAKEN`` are bytes. Each round starts the model with and without the watch, in a
 cgroup that may swap to a file. After a tenth of the time another program in the group takes
 ``TAKEN`` bytes in ten steps, in half of the time, and locks them: they are not swapped.
 
 The model does not see the group's limit, as in a container whose pod has it. So its figures of free
-memory look fine while it is swapped, as a Mac's do. With ``seen`` it sees the limit. It takes root.
+memory look fine while it is swapped, as a Mac's do. It takes root.
 """
 
 import ctypes
@@ -129,11 +129,11 @@ def take(nbytes):
             sys.exit("mlock: this process may not lock memory")
 
 
-def rows_of(prepared, path, variant, taken, seconds, hidden):
+def rows_of(prepared, path, variant, taken, seconds):
     """The rows of one variant, in processes of its own."""
     rows, asked = [], 0
     with (
-        started(prepared, "decode", path, variant, seconds, ROW_S, hidden=hidden) as model,
+        started(prepared, "decode", path, variant, seconds, ROW_S, hidden=True) as model,
         started(prepared, "take", taken // STEPS) as other,
     ):
         for line in model.stdout:
@@ -149,16 +149,16 @@ def rows_of(prepared, path, variant, taken, seconds, hidden):
     return rows
 
 
-def main(out, path, nbytes, taken, seconds, rounds, seen=""):
+def main(out, path, nbytes, taken, seconds, rounds):
     path, rows = folder(path), []
     nbytes, taken, seconds = int(nbytes), int(taken), float(seconds)
     settings = {"model": path.name, "limit_nbytes": nbytes, "taken_nbytes": taken}
-    settings |= {"seconds": seconds, "hidden": not seen, "runs": int(rounds)}
+    settings |= {"seconds": seconds, "hidden": True, "runs": int(rounds)}
     running = records.Running("swap", settings)
     for i in range(int(rounds)):
         for variant in VARIANTS[:: 1 if i % 2 else -1]:
             with swapping(nbytes, 2 * taken) as prepared:
-                found = rows_of(prepared, path, variant, taken, seconds, hidden=not seen)
+                found = rows_of(prepared, path, variant, taken, seconds)
             rows += [{"variant": variant, "round": i} | row for row in found]
     made = running.table(rows)
     columns = ["tok_s", "slots", "faults", "swapped_nbytes"]

@@ -22,22 +22,15 @@ from tiny_moe import GROUP_SIZE, TEXT_CONFIG
 
 BLOCK = 16  # b
 MASK_TOKEN = 2
-CONFIG = {
+AS_TARGET = ("hidden_size", "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps")
+AS_TARGET += ("attention_bias", "max_position_embeddings", "vocab_size")
+AS_TARGET += ("pad_token_id", "eos_token_id")
+CONFIG = {name: TEXT_CONFIG[name] for name in AS_TARGET} | {
     "model_type": "qwen3",
-    "hidden_size": TEXT_CONFIG["hidden_size"],
     "intermediate_size": 768,
-    "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-6,
     "rope_theta": 100000.0,
     "rope_scaling": None,
-    "attention_bias": False,
-    "max_position_embeddings": TEXT_CONFIG["max_position_embeddings"],
-    "vocab_size": TEXT_CONFIG["vocab_size"],
-    "pad_token_id": TEXT_CONFIG["pad_token_id"],
-    "eos_token_id": TEXT_CONFIG["eos_token_id"],
 }
 # Decoder layers, target layers read (None: an autoregressive draft), and highest learning rate.
 DRAFTS = {

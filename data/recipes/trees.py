@@ -62,21 +62,8 @@ def run(tree, arguments, nbytes):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(made, over, under):
-    """Print medians and quartiles of each column by variant, and of their ratios by round."""
-    from moelab.lab.records import paired, q, values
-
-    print(made.attrs["machine"], f"n={made['round'].nunique()}", sep="\n")
-    names = dict.fromkeys(made.variant)
-    for what in made.select_dtypes("number").columns.drop("round"):
-        said = [f"{name} {q(values(made, name, what), '.4g')}" for name in names]
-        if {over, under} <= names.keys() and len(found := paired(made, over, under, what)):
-            said.append(f"{over}/{under} {q(found, '.3f')}")
-        print(f"{what:30s}", *(f"{cell:36s}" for cell in said))
-
-
 def main():
-    from moelab.lab.records import interleave
+    from moelab.lab.records import interleave, paired, q, values
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -98,7 +85,11 @@ def main():
     trees = {"other": args.other.resolve(), "this": ROOT}
     ways = {name: lambda _, tree=tree: run(tree, arguments, nbytes) for name, tree in trees.items()}
     made = interleave("trees", ways, args.rounds, progress=True)
-    compare(made, "other", "this")
+    print(made.attrs["machine"], f"n={args.rounds}", sep="\n")
+    for what in made.select_dtypes("number").columns.drop("round"):
+        said = [f"{name} {q(values(made, name, what), '.4g')}" for name in trees]
+        said.append(f"other/this {q(paired(made, 'other', 'this', what), '.3f')}")
+        print(f"{what:30s}", *(f"{cell:36s}" for cell in said))
 
 
 if __name__ == "__main__":

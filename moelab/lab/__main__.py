@@ -24,36 +24,32 @@ SCRIPTS = {  # name: its module, what it does
 
 def main(argv: list[str] | None = None) -> int:
     """Run one script and return the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        run, words = parse(sys.argv[1:] if argv is None else argv)
-        return run(*words) or 0
+        return script(argv)(*argv[1:]) or 0
     except (ModuleNotFoundError, OSError, ValueError) as error:
         print(f"moelab.lab: {error}", file=sys.stderr)
         return 1
 
 
-def parse(argv: list[str]) -> tuple[Callable[..., int | None], list[str]]:
-    """The ``main`` of a script, and the words to call it with."""
+def script(argv: list[str]) -> Callable[..., int | None]:
+    """The ``main`` of the script that is named first, if it takes the words that follow."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )
     scripts = parser.add_subparsers(required=True, metavar="NAME")
     for name, (module_name, help_text) in SCRIPTS.items():
-        script = scripts.add_parser(
+        words = scripts.add_parser(
             name, help=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name in argv[:1]:
             module = importlib.import_module(f"{__package__}.{module_name}")
-            script.description = module.__doc__
-            script.set_defaults(run=module.main)
+            words.description = module.__doc__
+            words.set_defaults(run=module.main)
             for word in inspect.signature(module.main).parameters.values():
                 nargs = "*" if word.kind is word.VAR_POSITIONAL else None
-                script.add_argument(word.name, metavar=word.name.upper(), nargs=nargs, default=[])
-    given = vars(parser.parse_args(argv))
-    run, words = given.pop("run"), []
-    for value in given.values():
-        words += value if isinstance(value, list) else [value]
-    return run, words
+                words.add_argument(word.name, metavar=word.name.upper(), nargs=nargs, default=[])
+    return parser.parse_args(argv).run
 
 
 if __name__ == "__main__":

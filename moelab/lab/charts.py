@@ -55,7 +55,7 @@ def bars(
     places = _panels(fig, list(grouped), names, axis, headroom=bool(ceilings))
     words = []
     for (label, variants), place in zip(grouped.items(), places):
-        low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in variants.values()]).T
+        low, mid, high = _quartiles(variants)
         numbers, labels = [_number(m, digits) for m in mid], [_label(n) for n in variants]
         fig.add_bar(
             x=mid,
@@ -136,9 +136,11 @@ def lines(
     fig = _figure(samples, series, title, *axes, note, height=360)
     words, top = [], list(ceilings.values())
     for i, (name, points) in enumerate(series.items()):
-        style.band(fig, list(points), list(points.values()), str(name), i)
+        low, mid, high = _quartiles(points)
+        shown = {"mode": "lines+markers", "name": str(name), **style.look(i)}
+        fig.add_scatter(x=list(points), y=mid, error_y=style.whiskers(low, mid, high), **shown)
         words.append(_told(name, [_series(points)]))
-        top += [np.percentile(p, 75) for p in points.values()]
+        top += [*high]
         if chosen in points:
             ring = {"size": 16, "color": style.GREY, "symbol": "circle-open", "line_width": 3}
             at = {"x": [chosen], "y": [np.median(points[chosen])], "marker": ring}
@@ -161,38 +163,22 @@ def lines(
     return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
 
 
-def timeline(
-    spans: "DataFrame",
-    panel: str | None = None,
-    *,
-    title: str,
-    axis: str,
-    finding: str,
-    note: str = "",
-) -> go.Figure:
+def timeline(spans: "DataFrame", *, title: str, axis: str, finding: str) -> go.Figure:
     """Draw each span (a row: ``lane``, ``what``, ``begin_s``, ``end_s``) as a bar in ms."""
-    scale = 1e3
-    panels = {None: spans} if panel is None else dict(list(spans.groupby(panel, sort=False)))
-    kinds = list(dict.fromkeys(spans.what))
-    lanes = list(dict.fromkeys(spans.lane))
-    fig = _figure(spans, {}, title, "", "", note, barmode="overlay", showlegend=True)
-    words = []
-    for i, ((label, rows), place) in enumerate(
-        zip(panels.items(), _panels(fig, list(panels), lanes, axis))
-    ):
-        for k, what in enumerate(kinds):
-            mine = rows[rows.what == what]
-            lengths = (mine.end_s - mine.begin_s) * scale
-            labels, base = [_label(n) for n in mine.lane], mine.begin_s * scale
-            fig.add_bar(x=lengths, base=base, y=labels, **_part(what, k, i, place))
-        took = (rows.end_s - rows.begin_s).groupby(rows.what, sort=False).sum() * scale
-        words.append(_told(label, (f"{what} {ms:.3g}" for what, ms in took.items())))
-    fig.update_xaxes(range=[0, 1.02 * spans.end_s.max() * scale])
-    return style.describe(fig, f"Timeline, {axis}. " + " ".join(words), finding)
+    spans = spans.assign(begin_ms=spans.begin_s * 1e3, ms=(spans.end_s - spans.begin_s) * 1e3)
+    fig = _figure(spans, {}, title, "", "", "", barmode="overlay", showlegend=True)
+    (place,) = _panels(fig, [None], list(dict.fromkeys(spans.lane)), axis)
+    for k, (what, mine) in enumerate(spans.groupby("what", sort=False)):
+        labels = [_label(n) for n in mine.lane]
+        fig.add_bar(x=mine.ms, base=mine.begin_ms, y=labels, **_part(what, k, 0, place))
+    fig.update_xaxes(range=[0, 1.02e3 * spans.end_s.max()])
+    took = spans.groupby("what", sort=False).ms.sum()
+    told = ", ".join(f"{what} {ms:.3g}" for what, ms in took.items())
+    return style.describe(fig, f"Timeline, {axis}. {told}.", finding)
 
 
-def table(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> None:
-    """Show a table, its index as the first column; ``form`` is a format, or one by column."""
+def table(frame: "DataFrame", form: str = "{:.3g}") -> None:
+    """Show a table, its index as the first column and its fractions in a ``form``."""
     plain = frame.to_string() if len(frame) else "nothing"
     display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
 
@@ -202,17 +188,15 @@ def say(text: str) -> None:
     display({"text/markdown": text, "text/plain": text}, raw=True)
 
 
-def as_html(frame: "DataFrame", form: str | Mapping[str, str] = "{:.3g}") -> str:
+def as_html(frame: "DataFrame", form: str = "{:.3g}") -> str:
     """Write a table as escaped HTML, with the arguments of ``table``."""
 
-    def written(column):
-        given = form.get(column, "{:.3g}") if isinstance(form, Mapping) else form
-        is_float = (float, np.floating)
-        return lambda cell: given.format(cell) if isinstance(cell, is_float) else str(cell)
+    def written(cell):
+        return form.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
 
     names = [name or "" for name in frame.index.names]
     frame = frame.rename_axis(names).reset_index()
-    forms = {column: written(column) for column in frame}
+    forms = dict.fromkeys(frame, written)
     made = frame.to_html(index=False, border=0, justify="left", formatters=forms)
     return made.replace("<td>", "<td style='text-align:left'>")
 
@@ -231,6 +215,11 @@ def _grouped(samples, value, by, panel):
         label: {name: part[""].to_numpy(float) for name, part in rows.groupby(by, sort=False)}
         for label, rows in panels
     }
+
+
+def _quartiles(groups):
+    """The lower quartiles, the medians and the upper quartiles of groups of samples."""
+    return np.array([np.percentile(s, (25, 50, 75)) for s in groups.values()]).T
 
 
 def _figure(samples, grouped, title, x, y, note, **layout):

@@ -156,13 +156,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "One line for each thing that is needed, [ok] or [fail] with the remedy. Exit status 1: "
         "something failed."
     )
-    parser.add_argument(
-        "model",
-        type=not_empty,
-        metavar="MODEL",
-        nargs="?",
-        help="a model folder: the slots that would be chosen, its own files' reads",
-    )
+    what = "a model folder: the slots that would be chosen, its own files' reads"
+    parser.add_argument("model", type=not_empty, metavar="MODEL", nargs="?", help=what)
 
 
 def run(args: argparse.Namespace) -> int:

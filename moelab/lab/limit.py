@@ -10,9 +10,9 @@ free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
 
 import ctypes
 import errno
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -120,21 +120,19 @@ def _prepare(nbytes):
     )
 
 
-def call(
-    function: Callable,
-    *args,
-    what: str,
-    nbytes: int | None = None,
-) -> tuple[Any, Limited]:
+def call(function: Callable, *args, what: str, nbytes: int | None = None) -> tuple[Any, Limited]:
     """Call a function in a new process with a memory limit: its result, and how the process ended.
 
-    The result is None if it was killed for its memory. The function, at the top of a module, takes
-    and returns what JSON can hold; a dataclass arrives as a dict.
+    The result is None if it was killed for its memory. The function, at the top of a module or
+    script, takes and returns what JSON can hold; a dataclass arrives as a dict.
     """
-    name = f"{function.__module__}:{function.__name__}"
+    module = function.__module__
+    if module == "__main__":  # the new process imports the script by its file's name
+        module = Path(sys.modules[module].__file__).stem
     arguments = json.dumps(args, default=lambda v: asdict(v) if is_dataclass(v) else str(v))
-    argv = [sys.executable, "-m", "moelab.lab", "call", name, arguments]
-    done = run(argv, nbytes)
+    words = "call", f"{module}:{function.__name__}", arguments
+    path = f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"
+    done = run(["env", path, sys.executable, "-m", "moelab.lab", *words], nbytes)
     if done.killed:
         return None, done
     if done.returncode:
@@ -158,10 +156,8 @@ def lower(nbytes: int) -> None:
 
 def main(function: str, arguments: str) -> None:
     """Run, for ``call``, a function ``module:name`` and print in JSON what it returns."""
-    module, _, name = function.partition(":")
     try:
-        result = getattr(importlib.import_module(module), name)(*json.loads(arguments))
-        print(json.dumps(result))
+        print(json.dumps(pkgutil.resolve_name(function)(*json.loads(arguments))))
     except (ValueError, OSError) as error:  # the calling process reports it
         sys.exit(str(error))
 

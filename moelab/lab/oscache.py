@@ -32,23 +32,18 @@ def cached_nbytes(path: str | Path) -> int | None:
 
     ``mincore`` says so: Linux answers truly only to a file's owner and to who may write it.
     """
-    sizes = [_cached_nbytes(file) for file in tensor_files(path)]
-    return None if None in sizes else sum(sizes)
-
-
-def _cached_nbytes(file):
-    mincore = getattr(ctypes.CDLL(None), "mincore", None)
-    size = os.path.getsize(file)
-    if not (os.stat(file).st_uid == os.geteuid() or os.access(file, os.W_OK)):
-        return None
-    if mincore is None or not size:
-        return None
-    with open(file, "rb") as f:
-        mapped = np.frombuffer(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
-    pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-    if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, size, pages.ctypes.data))):
-        return None
-    return min(size, int((pages & 1).sum()) * mmap.PAGESIZE)
+    mincore, cached = getattr(ctypes.CDLL(None), "mincore", None), 0
+    for file in tensor_files(path):
+        size, is_own = os.path.getsize(file), os.stat(file).st_uid == os.geteuid()
+        if mincore is None or not size or not (is_own or os.access(file, os.W_OK)):
+            return None
+        with open(file, "rb") as f:
+            mapped = np.frombuffer(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, size, pages.ctypes.data))):
+            return None
+        cached += min(size, int((pages & 1).sum()) * mmap.PAGESIZE)
+    return cached
 
 
 def disk_read_nbytes() -> int | None:

@@ -1,8 +1,8 @@
 """A function called in several ranks on this machine: over MLX's ring, or over NCCL."""
 
-import importlib
 import json
 import os
+import pkgutil
 import random
 import socket
 import sys
@@ -80,5 +80,4 @@ def in_rank(function: str, backend: str, *args: Any) -> Any:
     """Run, for ``everywhere``, its function in this rank."""
     if backend == "ring":
         mx.set_default_device(mx.cpu)
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)(joined(), *args)
+    return pkgutil.resolve_name(function)(joined(), *args)

@@ -154,11 +154,11 @@ def _seconds(samples):
     return "token_s" if "token_s" in samples else "seconds"
 
 
-def ratios(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
+def ratios(samples: "DataFrame", over: str) -> "DataFrame":
     """Compare one variant with each other one: quartiles and interval of their ratios by round."""
     rows = {}
     for name in dict.fromkeys(samples.variant):
-        if len(found := paired(samples, over, name, column)):
+        if len(found := paired(samples, over, name)):
             rows[name] = summary(found) | interval(found)
     return pandas().DataFrame.from_dict(rows, orient="index")
 
@@ -212,7 +212,6 @@ def interleave(
     runs: int,
     settings: dict[str, Any] | None = None,
     warmup: int = 1,
-    seed: int = 0,
     each_round: Callable[[int], dict[str, Any]] | None = None,
     keep: Callable[["DataFrame"], None] | None = None,
     progress: bool = False,
@@ -225,8 +224,8 @@ def interleave(
     columns for all rows of a round, ``keep`` gets the table after each. A variant whose row says
     ``killed`` is not run again.
     """
-    given = {"runs": runs, "warmup_rounds": warmup, "seed": seed}
-    running, order = Running(kind, (settings or {}) | given), random.Random(seed)
+    given = {"runs": runs, "warmup_rounds": warmup}
+    running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
     with tqdm(total=total, desc=kind, unit="run", leave=False, disable=not progress) as bar:
         for i in range(-warmup, runs):

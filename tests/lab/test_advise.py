@@ -2,8 +2,6 @@
 
 from unittest.mock import Mock
 
-import pytest
-
 import moelab
 from moelab.lab.experiments import advise as lab_advise
 from moelab.lab.experiments.advise import advise
@@ -17,7 +15,7 @@ TINY = moelab.DATA / "models" / "tiny-moe"
 SIZE = ModelSizes.of(TINY)
 MEMORY = SIZE.other_nbytes + SIZE.K * SIZE.slot_nbytes + 4e6  # hardly any page cache
 TRACE = locality.synthesize(locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4), 120, 8, 64, 8)
-GIVEN = {"trace": TRACE, "costs": Costs(1e-2, 5e-5, 1e-9, 4e-9), "policies": ("lru",)}
+COSTS = Costs(1e-2, 5e-5, 1e-9, 4e-9)
 GOOD = Lookahead(0.7, 0.1, 1e-3)
 
 
@@ -29,11 +27,13 @@ def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
         (packed, MEMORY, None, "packed", "lookahead"),
         (packed, float("inf"), None, "packed", "none"),  # nothing is left to hide
     ):
-        found = advise(path, memory, packed_gain=gain, lookahead=GOOD, **GIVEN)
+        monkeypatch.setattr(lab_advise, "measure_packed_gain", Mock(return_value=gain))
+        monkeypatch.setattr(lab_advise, "measure_lookahead", Mock(return_value=GOOD))
+        found = advise(path, memory, TRACE, COSTS)
         assert [found.layout, found.config.prefetch] == expected
     refuse = Mock(side_effect=ValueError("its router cannot be asked ahead"))
     monkeypatch.setattr(lab_advise, "measure_lookahead", refuse)
-    a = advise(packed, MEMORY, **GIVEN)
+    a = advise(packed, MEMORY, TRACE, COSTS)
     assert a.config.prefetch == "none" and "cannot be asked ahead" in str(a)
 
 
@@ -42,17 +42,13 @@ def test_what_a_lookahead_predicts_is_counted():
     assert 0.5 < used < 0.9 and 0 < wasted < 0.5 and abs(cost_s) < 1
 
 
-def test_what_is_not_given_is_measured(monkeypatch):
-    a = advise(TINY, memory=400e6, trace=TRACE, slots=[16, 64], policies=("lru",))
-    assert {(s.slots, s.policy) for s in a.settings} == {(16, "lru"), (64, "lru")}
+def test_what_packed_experts_gain_is_measured():
+    a = advise(TINY, 400e6, TRACE, COSTS)
     assert 0 < a.token_s <= 1.02 * min(r.mean_s for r in a.settings.values())
-    monkeypatch.setattr(lab_advise, "measure_costs", None)
-    with pytest.raises(ValueError, match="expected at least .* of memory"):  # before it measures
-        advise(TINY, memory=50e6)
 
 
 def test_as_many_slots_fit_as_plan_takes():
     config = moelab.StreamConfig(lazy_logits=True)
     slots = moelab.plan(TINY, config, memory_nbytes=int(200e6)).slots
-    found = advise(TINY, 200e6, packed_gain=1.0, **GIVEN).settings
+    found = advise(TINY, 200e6, TRACE, COSTS).settings
     assert max(s.slots for s in found) == ModelSizes.of(TINY, 200e6).fits(200e6) == slots > SIZE.K

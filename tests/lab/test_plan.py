@@ -3,7 +3,7 @@
 import sys
 from types import SimpleNamespace
 
-import planned_own
+import published as recipe
 import pytest
 from small import small
 
@@ -177,8 +177,8 @@ def test_what_a_plan_says_of_itself_is_the_records():
 
 def test_our_own_speeds_are_those_that_are_planned_now(monkeypatch):
     record = records.read("cpu_planned_own").set_index(["where", "variant"]).planned_tok_s
-    few = [own for own in planned_own.OWN if own[-1] == 4]  # of 40 layers they take long
-    monkeypatch.setattr(planned_own, "OWN", few)
-    now = planned_own.own().set_index(["where", "variant"])
+    few = [own for own in recipe.OWN if own[-1] == 4]  # of 40 layers they take long
+    monkeypatch.setattr(recipe, "OWN", few)
+    now = recipe.own().set_index(["where", "variant"])
     assert now.planned_tok_s.to_dict() == pytest.approx(record[now.index].to_dict(), rel=1e-3)
     assert now.factor.median() < 1.15

@@ -101,7 +101,7 @@ def test_the_policy_that_auto_stands_for():
 def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
     t = made(T=30, L=8, E=64, K=8)
     model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=14, policy=policy))
-    with model, route_by(model, t):
+    with model, route_by(model, t.experts[:, None]):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
             mx.eval(model(mx.array([[i]]), cache=cache))

@@ -1,66 +1,39 @@
 """How to stream a model on this machine: both are measured here, ``replay.advice`` decides."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from ... import StreamConfig, Trace, footprint, load
 from ...checkpoint import Checkpoint
 from ...hooks import hooked
-from ...memory import most_for_a_model
 from ...replay import advice
 from ...replay.advice import Advice, Lookahead
 from ...replay.costs import Costs
-from ...replay.machine import typical_trace
 from ...replay.sizes import ModelSizes
-from ...streaming.config import EVICTION
-from ...streaming.plan import memory_for_a_model
 from ...streaming.session import session_of
 from ..decode import decode, encode
 from ..machine import read_speed
-from ..models import folder
 from ..texts import PROMPTS
-from .costs import measure_costs
 
-TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 # Reads that compare layouts: bytes, more than the cache inside a disk; the fewest reads; runs.
 GAIN_NBYTES, GAIN_READS, GAIN_RUNS = 64 << 20, 8, 3
 
 
-def advise(
-    model: str | Path,
-    memory: float | None = None,
-    trace: Trace | None = None,
-    costs: Costs | None = None,
-    slots: list[int] | None = None,
-    policies: Iterable[str] = EVICTION,
-    packed_gain: float | None = None,
-    lookahead: Lookahead | None = None,
-) -> Advice:
+def advise(path: Path, memory: float, trace: Trace, costs: Costs) -> Advice:
     """Choose how to stream a model in given memory, by replaying a trace with this machine's costs.
 
-    What is None is measured now (memory: what ``moelab.plan`` gives a model).
+    What packed experts and a prefetch would gain is measured.
     """
-    path = folder(model)
-    if memory is None:
-        memory = min(memory_for_a_model(), most_for_a_model(psutil.virtual_memory().total).some)
-    sizes = ModelSizes.of(path, memory)  # refuses too little memory before anything is measured
-    trace = trace or typical_trace(sizes, TOKENS)
-    costs = costs or measure_costs(path)
-    if Checkpoint(path).packed:
-        packed_gain = None
-    elif packed_gain is None:
-        packed_gain = measure_packed_gain(path, costs)
-    found = advice.advise(sizes, memory, trace, costs, slots, policies, packed_gain)
+    packed_gain = None if Checkpoint(path).packed else measure_packed_gain(path, costs)
+    sizes = ModelSizes.of(path, memory)
+    found = advice.advise(sizes, memory, trace, costs, packed_gain=packed_gain)
     if not found.prefetch_may_pay:
         return found
     try:
-        lookahead = lookahead or measure_lookahead(path, found.config.slots)
+        return advice.with_lookahead(found, measure_lookahead(path, found.config.slots))
     except ValueError as error:  # this family's router cannot be asked
         return found.because(f"No prefetch: {error}")
-    return advice.with_lookahead(found, lookahead)
 
 
 def measure_packed_gain(path: Path, costs: Costs) -> float:

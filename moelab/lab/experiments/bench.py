@@ -44,7 +44,6 @@ def measure(
     runs: int = 5,
     warmup: int = 16,
     prompts: Sequence[str] = PROMPTS,
-    seed: int = 0,
     progress: bool = False,
     on_round: Callable[["DataFrame"], None] | None = None,
     feed: str | Path | None = None,
@@ -88,7 +87,7 @@ def measure(
 
     def run(name, i):
         prompt, num = prompts[i % len(prompts)], tokens if i >= 0 else min(tokens, UNKEPT_TOKENS)
-        text = prompt, num, warmup, feed, temp, seed + i + 1
+        text = prompt, num, warmup, feed, temp, i + 1
         if alone:
             return _sample_alone(path, name, variants[name], *text)
         if name not in opened:
@@ -114,7 +113,6 @@ def measure(
             runs,
             settings,
             warmup=0 if alone else 1,
-            seed=seed,
             each_round=disk,
             keep=on_round,
             progress=progress,

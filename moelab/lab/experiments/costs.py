@@ -18,7 +18,6 @@ from tqdm import tqdm
 from ... import StreamConfig, footprint
 from ...memory import memory_available
 from ...replay.costs import Costs
-from ...replay.locality import decode_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.model import load_model
 from ...streaming.reading import native
@@ -43,12 +42,12 @@ PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own rou
 HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
-def measure_costs(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> Costs:
+def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
     """Measure the costs that a replay needs, without pandas.
 
     A line on stderr says so if other programs were busy meanwhile.
     """
-    record = samples_of(path, config, tokens)
+    record = samples_of(path, tokens=tokens)
     load = record["load"]
     if load["disturbed"]:
         print(
@@ -68,8 +67,6 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
     L, E, K = size.num_layers, size.num_experts, size.top_k
-    if config.mode not in ("stacked", "fused"):
-        raise ValueError(f"measure_costs: expected mode stacked or fused, got {config.mode!r}.")
     if E == K:
         raise ValueError(
             "measure_costs: expected more experts than a token needs, or none is ever read twice; "
@@ -98,12 +95,12 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
             add("reads", variant, misses, [seconds])
         model, num = models[DISK], tokens // 2 + DISCARDED
         for _ in range(ROUNDS):
-            add("token", "slots", 0, _time_tokens(model, np.repeat(made(1, 2)[:1], num, axis=0), E))
+            add("token", "slots", 0, _time_tokens(model, np.repeat(made(1, 2)[:1], num, axis=0)))
             add("token", OWN, 0, _repeat_token(model, num))
             for variant, of in models.items():
                 need = made(most, num)
                 oscache.drop_pages(path)
-                add("token", variant, most, _time_tokens(of, need, E))
+                add("token", variant, most, _time_tokens(of, need))
         add("expert", "slots", 0, _expert_s(model, made(1, 2)[0, 0], tokens))
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
         for what, variant, misses, seconds in _time_without_waits(path, config, tokens, E):
@@ -206,10 +203,10 @@ def _time_reads(models, path, most, made, tokens, rng):
                 yield variant, m, (time.perf_counter() - begin) / len(of)
 
 
-def _time_tokens(model, rows, E):
+def _time_tokens(model, rows):
     """Seconds of whole tokens that need given experts ``[T, L, K]``."""
     cache, seconds = make_prompt_cache(model), []
-    with route_by(model, decode_trace(rows.astype(np.uint16), E)):
+    with route_by(model, rows[:, None]):
         for i in range(len(rows)):
             begin = time.perf_counter()
             mx.eval(model(mx.array([[i % 64]]), cache=cache))

@@ -19,6 +19,7 @@ import psutil
 
 from ... import synthesize
 from ...commands.argument_types import gigabytes, name_of, not_empty, positive
+from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
 from ...memory import WHY_LEFT, gpu_limit, most_for_a_model
 from ...replay import advice
@@ -30,7 +31,7 @@ from ...streaming.plan import DoesNotFit, memory_for_a_model
 from ...streaming.plan import plan as choose_slots
 from ..machine import card
 from ..models import folder, named_sizes
-from .advise import TOKENS, advise
+from .advise import advise
 from .costs import measure_costs
 from .share import of_such_a_machine
 
@@ -40,6 +41,7 @@ FORMULA_SPREAD = 1.5
 FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
+TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 # A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
 # often needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
@@ -329,43 +331,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "from its published shapes, before you download it: for this machine, or for another one, "
         "which --ram, --ssd and --chip (or --cores) describe."
     )
-    parser.add_argument(
-        "model",
-        type=not_empty,
-        metavar="MODEL",
-        help=f"a model folder, a Hub repository, or one of {', '.join(CONFIGS)}",
+    add = parser.add_argument
+    known = f"a model folder, a Hub repository, or one of {', '.join(CONFIGS)}"
+    add("model", type=not_empty, metavar="MODEL", help=known)
+    memory = (
+        "the machine's memory, of which the system keeps a quarter, at most 4 GB; of a Mac's the "
+        "plan says how much is left free (default: what is available)"
     )
-    parser.add_argument(
-        "--ram",
-        type=gigabytes(1),
-        metavar="GB",
-        help="the machine's memory, of which the system keeps a quarter, at most 4 GB; of a "
-        "Mac's the plan says how much is left free (default: what is available)",
-    )
-    parser.add_argument(
-        "--ssd",
-        type=gigabytes(0.01),
-        metavar="GB/s",
-        help="the rate of the SSD with the model (default: that of this folder's, measured)",
-    )
+    add("--ram", type=gigabytes(1), metavar="GB", help=memory)
+    rate = "the rate of the SSD with the model (default: that of this folder's, measured)"
+    add("--ssd", type=gigabytes(0.01), metavar="GB/s", help=rate)
     what = "a Mac's, such as 'M5 Pro', or the GB/s of the memory, also beside --cores"
-    parser.add_argument("--chip", type=_chip, metavar="CHIP", help=what)
-    parser.add_argument("--cores", type=positive, metavar="N", help="of a machine without a GPU")
-    parser.add_argument(
-        "--bits",
-        type=int,
-        choices=(2, 3, 4, 6, 8),
-        metavar="N",
-        default=synthesize.BITS,
-        help="of a weight: 2, 3, 4, 6 or 8 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--prompt",
-        type=positive,
-        metavar="N",
-        default=1000,
-        help="tokens of the prompt whose first token is timed (default: %(default)s)",
-    )
+    add("--chip", type=_chip, metavar="CHIP", help=what)
+    add("--cores", type=positive, metavar="N", help="of a machine without a GPU")
+    bits = {"type": int, "choices": (2, 3, 4, 6, 8), "metavar": "N", "default": synthesize.BITS}
+    add("--bits", **bits, help="of a weight: 2, 3, 4, 6 or 8 (default: %(default)s)")
+    add_number(parser, "--prompt", 1000, "tokens of the prompt whose first token is timed")
 
 
 def run(args: argparse.Namespace) -> None:

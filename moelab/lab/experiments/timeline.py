@@ -122,8 +122,6 @@ def measure(
     tokens: int = 8,
     runs: int = 5,
     cold: bool = False,
-    prompt: str = PROMPTS[0],
-    progress: bool = False,
 ) -> "DataFrame":
     """Decode in every mode with a clock in the engine, one token ahead as mlx-lm does.
 
@@ -143,13 +141,12 @@ def measure(
             with unittest.mock.patch.dict(os.environ, MOELAB_CUDA_COPIES=copies):
                 model, tokenizer = load(path, config)
             models[name] = stack.enter_context(model)
-        ids = tokenizer.encode(prompt)
+        ids = tokenizer.encode(PROMPTS[0])
         return records.interleave(
             "timeline",
             {n: lambda i, m=m: _sample(m, ids, tokens, drop) for n, m in models.items()},
             runs,
             settings,
-            progress=progress,
         )
 
 

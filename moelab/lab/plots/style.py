@@ -159,13 +159,6 @@ def figure(
     )
 
 
-def band(fig: go.Figure, x, samples, name: str, i: int = 0, **where) -> None:
-    """Draw the medians of ``samples``, a row per x, with whiskers from quartile to quartile."""
-    low, mid, high = np.array([np.percentile(s, (25, 50, 75)) for s in samples]).T
-    trace = go.Scatter(x=list(x), y=mid, name=name, mode="lines+markers", **look(i))
-    fig.add_trace(trace.update(error_y=whiskers(low, mid, high)), **where)
-
-
 def ceiling(
     fig: go.Figure,
     value: float,
