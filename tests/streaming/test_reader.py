@@ -68,7 +68,7 @@ def assert_reads(reader, reads, data=DATA):
     assert_arrived(reads, data)
     assert reader.reads - before[0] == len(reads)
     assert reader.nbytes - before[1] == sum(r.nbytes for r in reads)
-    assert reader.read_s > before[2] and reader._no_demand.is_set()
+    assert reader.read_s > before[2] and not reader._demand
 
 
 @pytest.fixture

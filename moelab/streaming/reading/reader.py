@@ -29,6 +29,7 @@ SHARE_NBYTES = 512 * 1024
 PROBES = 8
 # Bytes of one advice to the system: Linux reads no more than its readahead window for each.
 AHEAD_NBYTES = 128 * 1024
+DEMAND_S = 2e-4  # seconds between a prefetch thread's looks at whether a layer waits for reads
 
 
 class Reader:
@@ -48,8 +49,9 @@ class Reader:
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
-        self._no_demand = threading.Event()  # set while no layer waits for threads' reads
-        self._no_demand.set()
+        # Whether a layer waits for threads' reads. A Ctrl-C inside a method of ``threading.Event``
+        # can leave its lock taken for good.
+        self._demand = False
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -60,7 +62,7 @@ class Reader:
     def start(self, ranges: Ranges) -> list[Future | Flight]:
         """Begin to read. Call ``finish`` with the result before using the memory."""
         self.check_open()
-        self._no_demand.clear()
+        self._demand = True
         if self.direct and len(ranges):
             flight = self.fly(ranges)
             return [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
@@ -127,14 +129,14 @@ class Reader:
     def finish(self, reads: list[Future | Flight]) -> None:
         """Wait until every read that ``start`` began has ended; raise if one of them failed."""
         wait([read for read in reads if isinstance(read, Future)])
-        self._no_demand.set()
+        self._demand = False
         for read in reads:
             read.result()
 
     def stop(self) -> None:
         """Wait until nothing is read and end the threads. The next read starts new ones."""
         self._stops += 1
-        self._no_demand.set()  # prefetch threads wait for this
+        self._demand = False  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
         pools = self._pool, self._background
@@ -174,7 +176,8 @@ class Reader:
 
     def give_way(self) -> None:
         """Wait until no layer waits for reads."""
-        self._no_demand.wait()
+        while self._demand:
+            time.sleep(DEMAND_S)
 
     def read_here(self, ranges: Ranges, arrived: int | None = None) -> None:
         """Read ranges one after the other in the calling thread (see ``read_ranges``)."""

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from threading import Event
+from queue import SimpleQueue
 from time import perf_counter, sleep
 
 from ..reading.file import ReadError
@@ -17,7 +17,8 @@ class Job:
     def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
         self._reader, self._bank, self.slots = reader, bank, slots
         self._queued, self._flights = deque(), {}  # ``Future``s would take as long as small reads
-        self._took_s, self._ended = {}, Event()  # seconds of each expert's read; None if it failed
+        self._took_s = {}  # seconds of each expert's read; None if it failed
+        self._ended = SimpleQueue()  # experts whose read a thread has ended
         flight = reader.fly(bank.reads(slots)) if reader.direct else None
         if flight is not None:
             self._flights = dict(zip(slots, flight.divided(len(slots))))
@@ -43,7 +44,7 @@ class Job:
             pass  # the layer that needs the expert reads it again, and may raise
         finally:
             self._took_s[e] = took_s
-            self._ended.set()
+            self._ended.put(e)
 
     def wait(self) -> None:
         """Wait until every read has ended."""
@@ -74,9 +75,7 @@ class Job:
                 self._took_s[e] = self._flights[e].result()
                 self._bank.arrived(e, self.slots[e])
         while e not in self._took_s and not self._flights:
-            self._ended.clear()
-            if e not in self._took_s:
-                self._ended.wait()
+            self._ended.get()
         return self._took_s.get(e), perf_counter() - begin if late else 0.0
 
     def has_ended(self, e: int) -> bool:
