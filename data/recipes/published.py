@@ -310,8 +310,8 @@ def macs():
                 with suppress(ValueError):  # it does not fit
                     sizes = named_sizes(name, most)
                     held = sizes.other_nbytes + sizes.slots * sizes.slot_nbytes
-                    one = forecast(name, machine, slots=sizes.slots)
-                    row |= {f"{which}slots": sizes.slots, f"{which}tok_s": 1 / one.advice.token_s}
+                    speed = 1 / forecast(name, machine, slots=sizes.slots).advice.token_s
+                    row |= {f"{which}slots": sizes.slots, f"{which}plan_tok_s": speed}
                     row |= {f"{which}left_gb": (machine.ram_nbytes - held) / 1e9, "of": sizes.E}
                     row |= {f"{which}risk": swap_risk(machine.ram_nbytes, held)}
             found.append(row)
