@@ -13,9 +13,9 @@ router does, none of them needed. In a model with such routers the next layer's 
 oracle would, at the cost of one small product a layer.
 
 ``drafts``: each number of drafts reads 6 tokens and then 24 timed ones of the trace's text; slots
-stay as they are. A guess costs a pass of the target's lm_head, as an MTP head's does; its one layer
-(a fortieth of a token's arithmetic) and its 0.5 GB are left out. A policy sees one text that goes
-on in each of its turns.
+are not emptied in between. A guess costs a pass of the target's lm_head, as an MTP head's does; its
+one layer (a fortieth of a token's arithmetic) and its 0.5 GB are left out. A policy sees one text
+that goes on in each of its turns.
 """
 
 import random

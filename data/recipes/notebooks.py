@@ -103,7 +103,9 @@ def main(*names):
                 continue
             text, failed = executed(source)
             if not failed:
-                (out / source.name).write_text(text)
+                new = out / f"{source.stem}.new"
+                new.write_text(text)
+                new.replace(out / source.name)
             failures += bool(failed)
             print(source.stem, failed or "written", len(text))
     finally:

@@ -295,8 +295,8 @@ PLANNED += "qwen3.5-122b-a10b", "glm-5"
 def macs():
     """Slots and speeds of plans for Macs, and of plans that fill half (before) or the most.
 
-    ``some_`` takes few experts to be worth as much risk as some. ``at_risk_`` is a plan with which
-    a Mac swaps every other time; its speed is without swapping.
+    ``some_`` is the plan without a lower risk for few experts. ``at_risk_`` is a plan with which a
+    Mac swaps every other time; its speed is without swapping.
     """
     found = []
     for ram, chip, ssd in MACS:

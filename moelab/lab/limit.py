@@ -133,7 +133,7 @@ def call(function: Callable, *args, what: str, nbytes: int | None = None) -> tup
     words = "call", f"{module}:{function.__name__}", arguments
     path = f"PYTHONPATH={os.pathsep.join(filter(None, sys.path))}"
     done = run(["env", path, sys.executable, "-m", "moelab.lab", *words], nbytes)
-    if done.killed:
+    if done.killed and nbytes:
         return None, done
     if done.returncode:
         raise OSError(f"{what}: {done.stderr.strip()[-2000:]}")

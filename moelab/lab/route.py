@@ -24,7 +24,9 @@ def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
     def choose(layer, indices):
         nonlocal now
         if layer == 0:
-            now = next(rest)
+            now = next(rest, None)
+            if now is None:
+                raise ValueError("route_by: expected experts for each call, got too few.")
         chosen = kernels.to_mlx(now[:, layer].astype(np.uint32)).reshape(indices.shape)
         return mx.depends(chosen, indices)  # the router is waited for all the same
 

@@ -30,7 +30,7 @@ from ..hooks import with_globals
 from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
 from .rollback import Rollback
-from .sampling import Chooser
+from .sampling import Chooser, num_accepted
 from .target import PREFILL_STEP, Capture, lock
 
 
@@ -268,8 +268,8 @@ class _Rounds:
         drafts = mx.array(proposal.guesses, mx.uint32)
         logits = self._target.read(mx.concatenate([self._last, drafts]))
         tokens, logprobs = self._chooser(logits, drafts)  # of the drafts' positions and one more
-        guesses, chosen = proposal.guesses, tokens.tolist()
-        accepted = next((i for i, guess in enumerate(guesses) if guess != chosen[i]), len(guesses))
+        chosen = tokens.tolist()
+        accepted = num_accepted(proposal.guesses, chosen)
         self._chooser.commit(tokens[: accepted + 1])
         verify_s = time.perf_counter() - proposal.begin - proposal.draft_s
         round = Round(self._number, drafts.size, accepted, proposal.draft_s, verify_s)

@@ -19,8 +19,9 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, CacheList, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCache
 
+from ..checkpoint import leaves
 from ..memory import STATES_NBYTES
 from .recurrence import Tape, recorders, recording
 from .target import lock
@@ -172,11 +173,6 @@ class _Pass:
             else:
                 complete = False
         return complete
-
-
-def leaves(cache: list) -> list:
-    """The caches in a prompt cache, those inside a ``CacheList`` one by one."""
-    return [c for part in cache for c in (part.caches if isinstance(part, CacheList) else [part])]
 
 
 def _check(c, more: int = 0) -> None:

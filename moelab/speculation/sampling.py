@@ -12,6 +12,11 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 
+def num_accepted(drafts: list[int], chosen: list[int]) -> int:
+    """How many drafts ``[n]`` precede the first that the target, ``[n + 1]``, did not choose."""
+    return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+
+
 class Chooser:
     """Applies processors, which look at all accepted ``tokens``, and sampler to rows of logits."""
 

@@ -115,8 +115,13 @@ class StreamedExperts(nn.Module):
             rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # for its shape
             y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
+        else:
+            self._compute_nothing()
         row = x.shape[-1], x.dtype  # a rank that computes none cannot know
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
+
+    def _compute_nothing(self):
+        pass
 
     def _without_waiting(self, x, indices):
         """Compute a call whose routing the host need not know, else return None."""
@@ -212,6 +217,9 @@ class Stacked(StreamedExperts, kernels.FastExperts):
             y = (call or parts).result()
         session.residency.left(self.index, y)
         return y
+
+    def _compute_nothing(self):
+        self.session.residency.layers[self.index].collect_prefetched(())
 
     def _without_waiting(self, x, indices):
         session = self.session

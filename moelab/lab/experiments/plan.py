@@ -21,14 +21,14 @@ from ... import synthesize
 from ...commands.argument_types import gigabytes, name_of, not_empty, positive
 from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
-from ...memory import WHY_LEFT, gpu_limit, most_for_a_model
+from ...memory import WHY_LEFT, Most, gpu_limit, most_for_a_model
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...replay.sizes import ModelSizes
 from ...streaming.config import StreamConfig
-from ...streaming.plan import DoesNotFit, memory_for_a_model
-from ...streaming.plan import plan as choose_slots
+from ...streaming.facts import ModelFacts
+from ...streaming.plan import DoesNotFit, memory_for_a_model, plan_of
 from ..machine import card
 from ..models import folder, named_sizes
 from .advise import advise
@@ -132,7 +132,7 @@ class Forecast:
         held = f"{slots} of each layer's {sizes.E} experts ({_gb(slots * sizes.slot_nbytes)})"
         held += ", the others stay on the SSD" if slots < sizes.E else ""
         if slots < most:
-            held += f"; {most} would fit and gain little"
+            held += f"; {most} would fit and gain little" + " for the risk" * machine.is_mac
         rows = {
             self.name: f"{_gb(sizes.checkpoint_nbytes)} on disk; each token needs "
             f"{_gb(sizes.active_nbytes)} of it",
@@ -281,7 +281,7 @@ def describe(
     if chip or cores:
         cores_of = "two cores of ours; two newer ones went through weights 3 times as fast"
         of = "what others publish" if machine.is_mac else cores_of
-        more["rates"] += f". No such machine was measured: the rates follow from {of}"
+        more["rates"] += f". They follow from {of}"
     before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
     return "\n".join([*before, found.table(prompt, more)])
 
@@ -310,9 +310,10 @@ def _machine(name, bits, ram, ssd, chip, cores):
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
-    memory = ram and int(min(ram - taken_of(ram), most_for_a_model(ram).some))
+    most = ram and Most(*(min(ram - taken_of(ram), nbytes) for nbytes in most_for_a_model(ram)))
+    config = StreamConfig(lazy_logits=True).resolved()
     # Too little memory is refused here, before anything is measured.
-    chosen = choose_slots(path, StreamConfig(lazy_logits=True), memory_nbytes=memory)
+    chosen = plan_of(ModelFacts.of(path, config), config, most=most)
     sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
     _say_measuring()
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)

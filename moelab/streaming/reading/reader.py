@@ -49,9 +49,9 @@ class Reader:
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
-        # Whether a layer waits for threads' reads. A Ctrl-C inside a method of ``threading.Event``
-        # can leave its lock taken for good.
-        self._demand = False
+        # Whether a layer waits for threads' reads, and how often one has ceased to. A Ctrl-C
+        # inside a method of ``threading.Event`` can leave its lock taken for good.
+        self._demand, self._waits = False, 0
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -129,20 +129,19 @@ class Reader:
     def finish(self, reads: list[Future | Flight]) -> None:
         """Wait until every read that ``start`` began has ended; raise if one of them failed."""
         wait([read for read in reads if isinstance(read, Future)])
-        self._demand = False
+        self._no_demand()
         for read in reads:
             read.result()
 
     def stop(self) -> None:
         """Wait until nothing is read and end the threads. The next read starts new ones."""
         self._stops += 1
-        self._demand = False  # prefetch threads wait for this
+        self._no_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
-        pools = self._pool, self._background
-        self._new_pools()
-        for pool in pools:
+        for pool in (self._pool, self._background):  # once more if a Ctrl-C ends this
             pool.shutdown(wait=True, cancel_futures=True)
+        self._new_pools()
 
     def read(self, ranges: Ranges) -> None:
         """Read all ranges and return when they have arrived."""
@@ -175,9 +174,13 @@ class Reader:
                 files[fd].read_ahead(at, min(AHEAD_NBYTES, offset + nbytes - at))
 
     def give_way(self) -> None:
-        """Wait until no layer waits for reads."""
-        while self._demand:
+        """Wait until no layer waits for reads, or one has ceased to."""
+        before = self._waits
+        while self._demand and self._waits == before:
             time.sleep(DEMAND_S)
+
+    def _no_demand(self):
+        self._demand, self._waits = False, self._waits + 1
 
     def read_here(self, ranges: Ranges, arrived: int | None = None) -> None:
         """Read ranges one after the other in the calling thread (see ``read_ranges``)."""

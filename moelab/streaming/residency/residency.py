@@ -137,7 +137,7 @@ class Residency:
         return sum(layer.bank.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Use so many slots in each layer; none may be computing with one."""
+        """Use so many slots in each layer, at most as many as were taken. No layer may compute."""
         self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
