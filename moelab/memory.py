@@ -47,10 +47,11 @@ WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
     f"takes some {CLIFF} times as long, by published speeds"
 )
-# How often a Mac may swap: what a few more slots gain, over what swapping costs. They gain 3%, or
-# 0.5% where fewer than a third of the experts fit (data/results/cpu_planned_macs.json); every
-# expert in a slot gains at least half. If only K slots in each layer fit, a model is refused only
-# where a Mac swaps more often than not.
+# How often a Mac may swap: what a few more slots gain, over what swapping costs. It is taken that
+# they gain 3%, or 0.5% where fewer than a third of the experts fit, and that every expert in a slot
+# gains half. With 0.5%, nine plans of data/results/cpu_planned_macs.json have 6 to 33% fewer slots
+# than with 3%, and lose -1.5 to 2.7% of their speed. If only K slots in each layer fit, a model is
+# refused only where a Mac swaps more often than not.
 RISKS = 0.005 / (CLIFF - 1), 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 FEW_SHARE = 1 / 3
 

@@ -154,7 +154,7 @@ class Head(OracleDraft):
 
     def bind(self, model, cache=None):
         super().bind(model, cache)
-        (embed, self._head) = embedding_and_head(model)
+        embed, self._head = embedding_and_head(model)
         self._hidden = embed(mx.array([[0]]))
 
     def propose(self, last, n, choose):

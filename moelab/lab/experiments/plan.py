@@ -21,7 +21,7 @@ from ... import synthesize
 from ...commands.argument_types import gigabytes, name_of, not_empty, positive
 from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
-from ...memory import WHY_LEFT, Most, gpu_limit, most_for_a_model
+from ...memory import WHY_LEFT, gpu_limit
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
@@ -231,6 +231,12 @@ def _memory(ram=None):
     return total, taken_of(ram) if ram else total - memory_for_a_model()
 
 
+def _unmeasured(ram=None):
+    """This machine's memory, taken to have so many bytes (None: those that it has); no rates."""
+    total, taken = _memory(ram)
+    return replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
+
+
 def _measured(costs, sizes, ram=None):
     """Measure this machine, taken to have so many bytes of memory (None: those that it has)."""
     return Machine.measured(costs, sizes, *_memory(ram), mx.metal.is_available())
@@ -279,8 +285,7 @@ def describe(
         f"{machine.layer_s * 1e3:.2f} ms, and {machine.wait_s[0] * 1e3:.2f} more if it reads",
     }
     if chip or cores:
-        cores_of = "two cores of ours; two newer ones went through weights 3 times as fast"
-        of = "what others publish" if machine.is_mac else cores_of
+        of = "what others publish" if machine.is_mac else "two cores of a Xeon; newer ones differ"
         more["rates"] += f". They follow from {of}"
     before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
     return "\n".join([*before, found.table(prompt, more)])
@@ -298,9 +303,7 @@ def _machine(name, bits, ram, ssd, chip, cores):
     if chip:
         return Machine.mac(ram * 2**30, ssd * 1e9, rate)  # as a Mac's GB are counted
     if not mx.cuda.is_available():  # a model that does not fit is refused before measuring
-        total, taken = _memory(ram and ram * 1e9)
-        here = replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
-        _fitting(name, here, bits)
+        _fitting(name, _unmeasured(ram and ram * 1e9), bits)
     machine = this_machine()
     if ram:
         machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
@@ -310,7 +313,7 @@ def _machine(name, bits, ram, ssd, chip, cores):
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
-    most = ram and Most(*(min(ram - taken_of(ram), nbytes) for nbytes in most_for_a_model(ram)))
+    most = _unmeasured(ram).most if ram else None
     config = StreamConfig(lazy_logits=True).resolved()
     # Too little memory is refused here, before anything is measured.
     chosen = plan_of(ModelFacts.of(path, config), config, most=most)
