@@ -14,7 +14,7 @@ def templated(
     answer: str | None = None,
     config: dict | None = None,
 ) -> str:
-    """Make of a prompt the text that ``mlx_lm.generate`` has the model read: a chat's messages.
+    """Write a prompt as a chat by the tokenizer's template, as ``mlx_lm.generate`` does.
 
     ``answer``: how the answer begins; ``config``: more arguments of the template.
     """
@@ -25,7 +25,7 @@ def templated(
 
 
 def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
-    """The end of ``template(prompt)``, where a cache holds what the template puts before it."""
+    """``template(prompt)`` from the prompt on; a cache holds what comes before."""
     text, mark = template(prompt), "<query>"
     before, found, _ = template(mark).partition(mark)
     if not found:

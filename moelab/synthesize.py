@@ -60,7 +60,7 @@ class Tensor:
     name: str
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
-    # Its numbers if they are no weights, as the sizes of an n-gram table.
+    # What to write if it is not random, as the sizes of an n-gram table.
     given: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property

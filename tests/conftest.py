@@ -92,7 +92,7 @@ def in_time():
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """Runs a command: its status, what it printed, its last line on stderr, all that it said."""
+    """A function that runs a command: it returns status, stdout, stderr's last line and stderr."""
 
     def run(*argv, stdin=None):
         if stdin is not None:
@@ -161,7 +161,7 @@ def moe(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hybrid(tmp_path_factory):
-    """One of a layer with a recurrent state and one with attention."""
+    """A random checkpoint of one recurrent layer and one with attention."""
     folder = tmp_path_factory.mktemp("hybrid")
     return families.write_checkpoint("qwen3_5_moe", folder / "qwen3_5_moe", "affine4")
 
@@ -175,7 +175,7 @@ def streamed(hybrid):
 
 @pytest.fixture(params=["small reads", "reader threads"])
 def any_reads(request, monkeypatch):
-    """With reads in the calling thread, and in parts by the reader's threads."""
+    """Runs a test twice: with reads in the calling thread, and in parts by the reader's threads."""
     if request.param == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(layer, "PART_NBYTES", 1)
@@ -185,6 +185,6 @@ def any_reads(request, monkeypatch):
 
 @pytest.fixture
 def small_matrices(monkeypatch):
-    """The fast kernels take plain matrices of any size, on any system."""
+    """Let the fast kernels compute unquantized matrices that are too small for them otherwise."""
     monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
     monkeypatch.setattr(modules.platform, "system", lambda: "Linux")

@@ -85,7 +85,7 @@ WAYS = {  # options, and the drafts with which the text is the same
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
-    """Whatever drafts it, and the prompt before it: a template that adds nothing shows nothing.
+    """With any draft the text is mlx-lm's, and so is what is shown of the prompt.
 
     With every draft a cache is quantized at the same token.
     """

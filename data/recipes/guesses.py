@@ -7,15 +7,15 @@ All variants decode in one process, in a random order each round. To load the mo
 them, as ``bench`` does, takes five times as long.
 
 ``experts``: in a round every prefetcher decodes the same tokens from the same slots: 2 tokens and
-then 12 timed ones. The model's routers choose by the token alone, so that each guess is right until
-the recipe replaces it by an expert drawn at random. ``null`` reads as many experts as the early
-router does, none of them needed. In a model with such routers the next layer's router names what an
-oracle would, at the cost of one small product a layer.
+then 12 timed ones. The model's routers choose by the token alone, so every guess is right. The
+recipe replaces some of them by experts drawn at random. ``null`` reads as many experts as the early
+router does, none of them needed. ``oracle`` asks the next layer's router early, which costs one
+small product a layer.
 
-``drafts``: each number of drafts reads 6 tokens and then 24 timed ones of the trace's text; slots
-are not emptied in between. A guess costs a pass of the target's lm_head, as an MTP head's does; its
-one layer (a fortieth of a token's arithmetic) and its 0.5 GB are left out. A policy sees one text
-that goes on in each of its turns.
+``drafts``: with each number of drafts the model reads 6 tokens of the trace's text and then 24
+timed ones. Slots are not emptied in between. A guess costs a pass of the target's lm_head, as an
+MTP head's does; its one layer (a fortieth of a token's arithmetic) and its 0.5 GB are left out. A
+policy sees one text that goes on in each of its turns.
 """
 
 import random
@@ -42,7 +42,7 @@ from moelab.streaming.prefetch import PREFETCHERS
 from moelab.streaming.session import session_of
 from moelab.streaming.trace import Trace
 
-# Tokens that fill the slots of a new process, that follow each change of variant, and timed ones.
+# Tokens read at first to fill the slots; untimed ones after each change of variant; timed ones.
 EXPERTS = {"fill": 96, "settle": 2, "tokens": 12}
 DRAFTS = {"fill": 48, "settle": 6, "tokens": 24}
 PREFETCHED = {  # the prefetcher, the share of its guesses that is made, and the share that is right
@@ -61,7 +61,7 @@ STEP = 97  # a round's text begins so many tokens after the one before
 
 
 class Guesses:
-    """Replaces what a prefetcher names, ``made`` and ``right`` with these probabilities."""
+    """Changes a prefetcher's guesses: each is kept, and is right, with a given probability."""
 
     def __init__(self, session):
         self.layers, self.rng = session.residency.layers, np.random.default_rng(0)

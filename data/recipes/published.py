@@ -351,7 +351,7 @@ def speeds():
     return text, table[[*kept, "predicted_tok_s", "predicted_hit_rate", "factor"]]
 
 
-# Our own: where, the records of the machine's costs and of speeds by slots; layers of the model.
+# Our own speeds: where, the record of costs, the record of speeds, the number of layers.
 OWN = (
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_478", 4),
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),

@@ -84,7 +84,7 @@ def started(prepared, *words, hidden=False):
             yield process
         finally:
             process.kill()
-            with suppress(BrokenPipeError):  # a line may be left for one that was killed
+            with suppress(BrokenPipeError):  # it was killed before it read all lines
                 process.stdin.close()
 
 

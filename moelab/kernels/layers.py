@@ -239,7 +239,7 @@ BLOCKS = {
     qwen3.TransformerBlock: Layer,
 }
 NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
-# Functions of mlx-lm that blocks stand for, and what makes of them those that other layers call.
+# Functions of mlx-lm that blocks replace. Layers that are no blocks call what these wrap them in.
 CALLED = {
     "gated_delta_update": gated_delta.fast_update,
     "scaled_dot_product_attention": attention.eager_attention,

@@ -196,7 +196,7 @@ def replaced(module: nn.Module) -> bool:
 
 
 def is_itself(module: nn.Module, kind: type | tuple[type, ...]) -> bool:
-    """Whether a module is of a kind and its call its own: no hook, no method of somebody else."""
+    """Whether a module is of a kind and its call is unchanged: no hook, no other method."""
     return isinstance(module, kind) and type(module).__call__ is type(module).known_call
 
 

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def script(argv: list[str]) -> Callable[..., int | None]:
-    """The ``main`` of the script that is named first, if it takes the words that follow."""
+    """Find the script that the first word names and check the others; return its ``main``."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )

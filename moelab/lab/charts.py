@@ -178,7 +178,7 @@ def timeline(spans: "DataFrame", *, title: str, axis: str, finding: str) -> go.F
 
 
 def table(frame: "DataFrame", form: str = "{:.3g}") -> None:
-    """Show a table, its index as the first column and its fractions in a ``form``."""
+    """Show a table, with its index as the first column; ``form`` is the format of fractions."""
     plain = frame.to_string() if len(frame) else "nothing"
     display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
 

@@ -14,7 +14,7 @@ from ..streaming.record import replacing_indices
 
 @contextmanager
 def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
-    """Inside the block, each call of a model with T tokens takes the next experts ``[T, L, K]``.
+    """Inside the block the experts are those given: ``[T, L, K]`` for each call with T tokens.
 
     The model's output means nothing, while its reads and its speed are those of the experts.
     ``record`` records them. A prefetcher that asks the next layer's router gets its answer.

@@ -130,7 +130,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """Yield the ranks (None: alone), which leave together; an error of one is raised by all."""
+        """Yield the ranks (None: one process). They leave together; an error of one ends all."""
         if group is None or group.size() == 1:
             yield None
             return

@@ -54,7 +54,7 @@ def write_draft(folder, seed=0, **changes):
 
 
 def target(layers=L, hidden=D, vocab=V):
-    """A dense model that such a draft is for."""
+    """The model that a draft guesses for: small, without experts, random."""
     mx.random.seed(3)
     args = qwen3.ModelArgs(
         model_type="qwen3", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=48,

@@ -174,7 +174,10 @@ PAIRS = [  # a context and what may follow it
 
 @pytest.fixture
 def scored(mlx):
-    """Each pair's tokens, how many are context, and mlx-lm's sum and whether all are likeliest."""
+    """For each of ``PAIRS`` the text, its tokens, how many are context, and what mlx-lm computes.
+
+    That is the sum of the others' log probabilities, and whether each was the likeliest.
+    """
     rows, encode = [], mlx.tokenizer.encode
     for context, continuation in PAIRS:
         begun, tokens = encode(context), encode(context + continuation)

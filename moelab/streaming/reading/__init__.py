@@ -1,9 +1,9 @@
 """Concurrent reads of file ranges, straight into the memory of MLX arrays.
 
 The ranges of a call are a table (``Ranges``), of which one call of native code, which holds no GIL,
-reads many. Where memory has little room for pages beside the slots, reads go past the page cache
-(``direct``): a read then takes a third of a core's time, since the system need not free a page for
-each page that it reads. A layer that waits for experts calls ``Reader.start`` and ``finish``;
+reads many. If slots take nearly all of the memory, reads go past the page cache (``direct``). Such
+a read takes a third of a core's time, since the system need not free a page for each page that it
+reads. A layer that waits for experts calls ``Reader.start`` and ``finish``;
 prefetches and fills of prompts (``Job``) call ``read_here`` on background threads, or ``fly``.
 
 A read by native code that fails or comes back short is tried once more with ``preadv``. A read

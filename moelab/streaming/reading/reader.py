@@ -139,7 +139,7 @@ class Reader:
         self._no_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
-        for pool in (self._pool, self._background):  # once more if a Ctrl-C ends this
+        for pool in (self._pool, self._background):  # if Ctrl-C ends this, the next stop waits
             pool.shutdown(wait=True, cancel_futures=True)
         self._new_pools()
 

@@ -115,7 +115,7 @@ class Residency:
         layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
-        """Wait for reads that the GPU waits for. ``ReadError``: results since then are wrong."""
+        """Wait for reads that the GPU waits for. After a ``ReadError`` its results are wrong."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -137,7 +137,7 @@ class Residency:
         return sum(layer.bank.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Use so many slots in each layer, at most as many as were taken. No layer may compute."""
+        """Use so many slots in each layer, at most as many as were taken. No layer may run."""
         self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
