@@ -109,7 +109,7 @@ def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch):
 
     def read_here(self, reads):
         if threading.current_thread().name.startswith("moelab-prefetch"):
-            overlaps.append(self._demand)
+            overlaps.append(self._demand is not None)
         return real(self, reads)
 
     monkeypatch.setattr(reader.Reader, "read_here", read_here)

@@ -29,7 +29,6 @@ SHARE_NBYTES = 512 * 1024
 PROBES = 8
 # Bytes of one advice to the system: Linux reads no more than its readahead window for each.
 AHEAD_NBYTES = 128 * 1024
-DEMAND_S = 2e-4  # seconds between a prefetch thread's looks at whether a layer waits for reads
 
 
 class Reader:
@@ -49,9 +48,9 @@ class Reader:
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
-        # Whether a layer waits for threads' reads, and how often one has ceased to. A Ctrl-C
-        # inside a method of ``threading.Event`` can leave its lock taken for good.
-        self._demand, self._waits = False, 0
+        # A lock that is held while a layer waits for reads, else None. A Ctrl-C inside a method of
+        # ``threading.Event``, which is Python code, can leave the event's own lock taken for good.
+        self._demand = None
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -62,7 +61,7 @@ class Reader:
     def start(self, ranges: Ranges) -> list[Future | Flight]:
         """Begin to read. Call ``finish`` with the result before using the memory."""
         self.check_open()
-        self._demand = True
+        self._begin_demand()
         if self.direct and len(ranges):
             flight = self.fly(ranges)
             return [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
@@ -129,14 +128,14 @@ class Reader:
     def finish(self, reads: list[Future | Flight]) -> None:
         """Wait until every read that ``start`` began has ended; raise if one of them failed."""
         wait([read for read in reads if isinstance(read, Future)])
-        self._no_demand()
+        self._end_demand()
         for read in reads:
             read.result()
 
     def stop(self) -> None:
         """Wait until nothing is read and end the threads. The next read starts new ones."""
         self._stops += 1
-        self._no_demand()  # prefetch threads wait for this
+        self._end_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
         for pool in (self._pool, self._background):  # if Ctrl-C ends this, the next stop waits
@@ -174,13 +173,23 @@ class Reader:
                 files[fd].read_ahead(at, min(AHEAD_NBYTES, offset + nbytes - at))
 
     def give_way(self) -> None:
-        """Wait until no layer waits for reads, or one has ceased to."""
-        before = self._waits
-        while self._demand and self._waits == before:
-            time.sleep(DEMAND_S)
+        """Wait until the layer that waits for reads, if any, has them."""
+        if (held := self._demand) is not None:
+            held.acquire()
+            with suppress(RuntimeError):  # after a Ctrl-C in ``_end_demand`` it is free already
+                held.release()
 
-    def _no_demand(self):
-        self._demand, self._waits = False, self._waits + 1
+    def _begin_demand(self):
+        if self._demand is None:
+            held = threading.Lock()
+            held.acquire()
+            self._demand = held
+
+    def _end_demand(self):
+        if (held := self._demand) is not None:
+            if held.locked():
+                held.release()
+            self._demand = None
 
     def read_here(self, ranges: Ranges, arrived: int | None = None) -> None:
         """Read ranges one after the other in the calling thread (see ``read_ranges``)."""

@@ -67,7 +67,7 @@ class UploadingReader(Reader):
         if not ranges.may_copy:
             return super().start(ranges)
         self.check_open()
-        self._demand = True
+        self._begin_demand()
         memory = self._take(ranges.nbytes)
         memory.flags[:] = 0
         begun = Begun(memory=memory)
