@@ -22,7 +22,6 @@ COMMANDS = {  # name: its module, what it does
     "chat": ("commands.chat", "talk in a terminal"),
     "serve": ("commands.serve", "answer clients of OpenAI's and Anthropic's APIs over HTTP"),
     "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
-    "share": ("lab.experiments.share", "one small file of how fast this machine is, to send in"),
     "plan": ("lab.experiments.plan", "how fast would a model decode here, or on another machine?"),
     "synthesize": ("commands.synthesize", "a random checkpoint with a real model's layer shapes"),
     "repack": ("commands.repack", "put each expert's bytes together on disk"),

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 SCRIPTS = {  # name: its module, what it does
     "call": ("limit", "a function in this process, for ranks and memory limits"),
-    "community": ("experiments.share", "the page of the speeds that people sent"),
     "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
     "index": ("plots.index", "write the index of a folder of pages again"),
     "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),

@@ -29,11 +29,9 @@ from ...replay.sizes import ModelSizes
 from ...streaming.config import StreamConfig
 from ...streaming.facts import ModelFacts
 from ...streaming.plan import DoesNotFit, memory_for_a_model, plan_of
-from ..machine import card
 from ..models import folder, named_sizes
 from .advise import advise
 from .costs import measure_costs
-from .share import of_such_a_machine
 
 # How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
 # and for our own settings with measured costs (data/results/cpu_planned_*.json).
@@ -265,12 +263,6 @@ def describe(
     what = max(times, key=times.get)
     drafted = token_s / sum(found.with_drafts(DRAFTS, ACCEPTED).values())
     gain = f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"
-    sent = []
-    if isinstance(chip, str):
-        mac = {"cpu": f"Apple {chip}", "gpu": f"Apple {chip}", "memory_nbytes": ram * 1e9}
-        sent = of_such_a_machine(found.sizes, mac)
-    elif not (ram or ssd or cores):
-        sent = of_such_a_machine(found.sizes, card())
     of = f"{DISK_SHARE:.0%} of the {ssd:g} GB/s given" if ssd else f"the drive of {_here()}"
     by = f" ({cores} cores{'' if chip else ' and memory that fast'})" if cores else ""
     more = {
@@ -287,8 +279,7 @@ def describe(
     if chip or cores:
         of = "what others publish" if machine.is_mac else "two cores of a Xeon; newer ones differ"
         more["rates"] += f". They follow from {of}"
-    before = [f"measured on such a machine, which counts more than a plan: {line}" for line in sent]
-    return "\n".join([*before, found.table(prompt, more)])
+    return found.table(prompt, more)
 
 
 def _machine(name, bits, ram, ssd, chip, cores):
