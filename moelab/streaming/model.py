@@ -15,13 +15,16 @@ from threading import RLock
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm import tokenizer_utils
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json, readable
+from ..detokenizer import Detokenizer
 from ..experts import read_experts
+from ..hooks import with_globals
 from ..memory import return_free_memory
 from .build import build_model, place_experts
 from .config import StreamConfig
@@ -214,7 +217,10 @@ def tokenizer_of(
         if (path / name).exists():
             read_json(path / name)
     try:
-        tokenizer = mlx_lm_utils.load_tokenizer(path, tokenizer_config, eos_token_ids=eos_token_ids)
+        # mlx-lm's loader, with one detokenizer in place of those that it chooses from.
+        read = with_globals(tokenizer_utils.load, {"TokenizerWrapper": _wrapped})
+        read = with_globals(mlx_lm_utils.load_tokenizer, {"_load_tokenizer": read})
+        tokenizer = read(path, tokenizer_config, eos_token_ids=eos_token_ids)
         tokenizer.decode(ids := tokenizer.encode("a"))
         if not set(ids).difference(tokenizer.all_special_ids):  # its vocabulary is empty
             raise ValueError("expected tokens of 'a', got none: tokenizer.json may be missing")
@@ -226,6 +232,11 @@ def tokenizer_of(
             f"{path}: transformers cannot read its tokenizer files: {describe(e)}. "
             "Download them again."
         ) from e
+
+
+def _wrapped(tokenizer, _, **more):
+    """mlx-lm's wrapper of a tokenizer, with ``Detokenizer``."""
+    return TokenizerWrapper(tokenizer, Detokenizer, **more)
 
 
 def load_model(

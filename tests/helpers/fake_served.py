@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pydantic
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_tokenizer
 from transformers import AutoTokenizer
 
 from moelab import DATA
+from moelab.detokenizer import Detokenizer
+from moelab.streaming.model import tokenizer_of
 
 MODEL = DATA / "models/tiny-moe"
-TOKENIZER = load_tokenizer(MODEL)
+TOKENIZER = tokenizer_of(MODEL)
 ARGS = {"model": str(MODEL), "max_tokens": 512, "temp": 0.0, "top_p": 1.0, "sampling_top_k": 0}
 ARGS |= {"min_p": 0.0, "num_draft_tokens": "auto", "chat_template_args": {}}
 
@@ -37,7 +38,7 @@ def wrapped(template=None, parser="json_tools", **format):
         module = import_module(f"mlx_lm.tool_parsers.{parser}")
         format["tool_parser"] = module.parse_tool_call
         format |= {name: getattr(module, name) for name in ("tool_call_start", "tool_call_end")}
-    return TokenizerWrapper(_thinker(template), **format)
+    return TokenizerWrapper(_thinker(template), Detokenizer, **format)
 
 
 def parsed(kind, value, may_have=()):

@@ -7,13 +7,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
+from fake_served import TOKENIZER
 from in_process import MODEL, SERVERS, serving
 
 
 @pytest.fixture(scope="session")
 def mlx():
     """Writes what mlx-lm does after a prompt, resident and with its own kernels."""
-    model, tokenizer = mlx_lm.load(str(MODEL))
+    model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # a text with its first space
     model.set_dtype(mx.float32)
     write = partial(mlx_lm.generate, model, tokenizer, max_tokens=16)
 

@@ -1,17 +1,20 @@
-"""Stop strings, reasoning and tool calls, as functions of decoded text alone."""
+"""Text of tokens, its stop strings, reasoning and tool calls, without a model."""
 
-from itertools import pairwise
+from functools import cache, partial
+from itertools import chain, pairwise
 
 import pytest
-from fake_served import wrapped
-from hypothesis import example, given, settings
+from fake_served import MODEL, wrapped
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.chat_templates import muse_spark
-from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from moelab.commands.server.ask import Part, Run, total
-from moelab.commands.server.text import Splitter, Stops, token_bytes
+from moelab.commands.server.text import Splitter, Stops
+from moelab.detokenizer import Detokenizer
 
 PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "string"}}
 ADD = {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}}
@@ -178,19 +181,103 @@ def test_messages_with_headers():
     assert split(tokenizer, ["to=f" + text], TOOLS, "header") == text_of(text)
 
 
-def test_bytes_of_byte_level_tokens():
-    hf = wrapped()._tokenizer
-    for text in ("def f(x):\n\treturn 'é😀'  # \u2581 \ufffd .", "<|im_end|><think>"):
-        tokens = hf.encode(text, add_special_tokens=False)
-        assert b"".join(token_bytes(hf, token) for token in tokens) == text.encode()
-    assert token_bytes(hf, len(hf) + 3) == b""
+# A text of tokens, one by one
+
+BYTES = [f"<0x{byte:02X}>" for byte in " \né😀".encode()]  # of SentencePiece
+PIECES = ["<s>", "▁", "▁▁▁▁", "▁▁\n", "▁def", "▁'ve", "▁n", "▁.", "don", "�", *"axé'tsnve.,"]
+WORDS = ["<s>", "ve", "don", "don't", "##t", "##'", "##s", "##ve", "##re", *"axé'tsnmve.,!?"]
+LEVEL = ["<s>", "ĠĠĠĠ", "Ġdef", "ĊĠ", "©ð", "Ãa", "Ġ.", *pre_tokenizers.ByteLevel.alphabet()]
+LLAMA = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+BPE = partial(models.BPE, merges=[], unk_token="<s>")
+WORD_PIECE = partial(models.WordPiece, unk_token="<s>")
 
 
-def test_bytes_of_sentencepiece_tokens():
-    pieces = ["<unk>", "▁", "▁▁", "▁def", "é", "ing", "<0x0A>", "<0x20>", "<0xF0>", "�"]
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
-    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
-    expected = [b"<unk>", b" ", b"  ", b" def", "é".encode(), b"ing", b"\n", b" ", b"\xf0"]
-    assert [token_bytes(hf, i) for i in range(len(pieces))] == [*expected, "�".encode()]
+def unigram(numbers):
+    return models.Unigram([(piece, -1.0) for piece in numbers], unk_id=0)
+
+
+def level(space):
+    return BPE, LEVEL, pre_tokenizers.ByteLevel(space), decoders.ByteLevel()
+
+
+def spaced(scheme, steps=None):
+    """SentencePiece, which puts a space before a text as ``scheme`` says."""
+    steps = steps or [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)]
+    cut = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    return BPE, PIECES + BYTES, cut, decoders.Sequence(steps)
+
+
+def words(decoder):
+    return WORD_PIECE, WORDS, pre_tokenizers.BertPreTokenizer(), decoder
+
+
+KINDS = {
+    "tiny-moe": None,
+    "byte-level": level(False),
+    "byte-level with a space": level(True),
+    "space first": spaced("first"),
+    "space always": spaced("always"),
+    "space never": spaced("never"),
+    "unigram": (unigram, PIECES, pre_tokenizers.Metaspace(), decoders.Metaspace()),
+    "llama": spaced("first", [*LLAMA, decoders.Strip(" ", 1, 0)]),
+    "gemma": spaced("never", LLAMA),
+    "wordpiece": words(decoders.WordPiece(cleanup=False)),
+    "wordpiece that cleans up": words(decoders.WordPiece()),
+    "no decoder": words(None),
+}
+
+
+@cache
+def made(kind, cleans=False):
+    """A tokenizer with added and special tokens."""
+    options = {"clean_up_tokenization_spaces": cleans}
+    if kind == "tiny-moe":
+        return AutoTokenizer.from_pretrained(MODEL, **options)
+    model, pieces, cut, decoder = KINDS[kind]
+    tokenizer = Tokenizer(model({piece: i for i, piece in enumerate(pieces)}))
+    tokenizer.pre_tokenizer, tokenizer.decoder = cut, decoder
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", **options)
+    hf.add_tokens(["<think>", " two ", "é+", "ï"])
+    return hf
+
+
+CHARACTERS = ["é", "日", "😀", "\n", "    ", " 't", "don't", " ' ' ' "]
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.sampled_from([*KINDS]), st.booleans(), st.data())
+def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
+    """What waits for more tokens is half a character, and what clean-up may change."""
+    hf = made(kind, cleans)
+    names = hf.convert_ids_to_tokens([*range(400)])
+    # Byte tokens come in whole characters only; the next test has others.
+    pieces = st.sampled_from([[i] for i, p in enumerate(names) if p not in (None, *BYTES)])
+    pieces |= st.sampled_from([hf.encode(c, add_special_tokens=False) for c in CHARACTERS])
+    tokens = st.lists(pieces, max_size=12).map(lambda lists: [*chain(*lists)])
+    prompt, text = data.draw(tokens.filter(len)), data.draw(tokens)
+    ours = Detokenizer(hf)
+    before = hf.decode(prompt).removesuffix("\ufffd" if ours.begin(prompt) else "")
+    whole, told = hf.decode(prompt + text), before
+    assume(whole.startswith(before))  # else clean-up changes the prompt's text
+    for i, token in enumerate(text, 1):
+        ours.add_token(token)
+        told += ours.last_segment
+        held = hf.decode(prompt + text[:i]).removeprefix(told)
+        assert {*held} <= {"\ufffd", *(" 'nvr" if cleans else "")}
+    ours.finalize()
+    assert told + ours.last_segment == whole == before + ours.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_characters_of_byte_tokens_that_do_not_end(kind):
+    """Those before them stay, as in mlx-lm; a token beyond the vocabulary has no text."""
+    hf = made(kind)
+    ours, theirs = Detokenizer(hf), SPMStreamingDetokenizer(hf, trim_space=False)
+    for token in hf.convert_tokens_to_ids(["a", "<0x0A>", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>"]):
+        for detokenizer in (ours, theirs):
+            detokenizer.add_token(token)
+        assert ours.text == theirs.text
+    ours.add_token(len(hf) + 3)
+    for detokenizer in (ours, theirs):
+        detokenizer.finalize()
+    assert ours.text == theirs.text == "a\né\ufffd"

@@ -8,7 +8,6 @@ from uuid import uuid4
 
 from .ask import Part
 from .requests import ChatRequest, CompletionRequest
-from .text import token_bytes
 
 LEAST = -9999.0  # OpenAI's log probability of a token that cannot be
 
@@ -21,6 +20,7 @@ class Chat:
 
     def __init__(self, body: dict[str, Any], served: Any):
         self.request, self.tokenizer = self.kind.of(body), served.tokenizer
+        self.detokenizer = self.tokenizer.detokenizer
         self.asks, self.splitters = self.request.read(served)
         self.stream, self._told = self.request.stream, {}
         head = {"id": f"{self.names[0]}-{uuid4().hex}", "object": self.names[1 + self.stream]}
@@ -71,7 +71,7 @@ class Chat:
 
     def _score(self, token, logprob, top=None):
         """Make OpenAI's form of a token, its log probability and the likeliest tokens."""
-        data = token_bytes(self.tokenizer, token)
+        data = self.detokenizer.bytes_of(token)
         score = None if logprob is None else max(LEAST, logprob)  # in this order of nan, too
         row = {"token": data.decode(errors="backslashreplace"), "bytes": [*data], "logprob": score}
         return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
@@ -94,7 +94,10 @@ class Completions(Chat):
         """Make a choice of a text or of its next part; with ``echo`` the prompt comes before."""
         text, begun = part.text, self.request.prompt[index // self.request.n]
         if self.request.echo and index not in self._told:
-            text = (begun if isinstance(begun, str) else self.tokenizer.decode(begun)) + text
+            if not isinstance(begun, str):
+                half = self.detokenizer.begin(begun)  # then the text has that character
+                begun = self.tokenizer.decode(begun).rstrip("\ufffd" * half)
+            text = begun + text
         rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]
         # Only the first byte of a character has other first bits than 10.
         sizes = [sum(byte & 0xC0 != 0x80 for byte in row["bytes"]) for row in rows]

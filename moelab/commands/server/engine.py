@@ -49,6 +49,7 @@ class _Text:
         self.steps = None  # its tokens, as it is written with a draft
         self.scores = [Token(ask.tokens[0], None, [])] if ask.echo else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
+        self._detokenizer.begin(ask.tokens)
         self._stops, self._decoded, self._told = Stops(ask.stops), 0, 0
         self._held = []  # tokens that are not told yet, each with where its text begins
 

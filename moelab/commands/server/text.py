@@ -1,18 +1,14 @@
 """Decoded text as clients see it: ended by stop strings, split into reasoning and tool calls."""
 
 import json
-import re
 from contextlib import suppress
 from dataclasses import replace
 from uuid import uuid4
 
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .ask import Part, Run, joined
-
-BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 
 
 class Stops:
@@ -105,16 +101,3 @@ def _call(name, arguments=None, id=None, **_):
         raise ValueError("expected a name and an object")
     arguments = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
     return Run("call", arguments, str(id or f"call_{uuid4().hex}"), name)
-
-
-def token_bytes(tokenizer: TokenizerWrapper, token: int) -> bytes:
-    """Return a token's bytes, of which several tokens may make one character."""
-    piece = tokenizer.convert_ids_to_tokens(token) or ""  # None: beyond the vocabulary
-    if byte := re.fullmatch("<0x(..)>", piece):
-        return bytes.fromhex(byte[1])
-    if piece.startswith("▁"):  # a space in SentencePiece, which decoding may strip
-        return piece.replace("▁", " ").encode()
-    text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    if "\ufffd" in text and BYTES.keys() >= set(piece):
-        return bytes(BYTES[c] for c in piece)
-    return text.encode()
