@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-from contextlib import suppress
 from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
@@ -191,31 +190,30 @@ def mlx_lm_model(
 ) -> tuple[nn.Module, dict]:
     """Build mlx-lm's model and its configuration. The weights are lazy: none is read.
 
-    With ``auto`` it is mlx-vlm's if tensors have names that mlx-lm's has not, and mlx-vlm's has.
+    With ``auto`` it is mlx-vlm's where that alone has the tensors' names.
     """
     check_fork()
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
-    cannot = f"{checkpoint.path}: cannot build a model from its config.json and tensors:"
-    remedy = "Download it again."
-    if library == "auto" and any(name.startswith("language_model.") for name in checkpoint.tensors):
-        said = "--from mlx-vlm says more" if vlm.is_installed() else vlm.INSTALL
-        remedy = f"If its tensors have mlx-vlm's names: {said}. Else download it again."
     load_model = with_globals(mlx_lm_utils.load_model, {"glob": files})
     classes = partial(_model_classes, checkpoint, library)
     given = {"lazy": True, "model_config": model_config, "get_model_classes": classes}
-    with readable(cannot, remedy):  # a family's code may raise anything
+    cannot = f"{checkpoint.path}: cannot build a model from its config.json and tensors:"
+    with readable(cannot):  # a family's code may raise anything
         try:
             return load_model(checkpoint.path, **given, **kwargs)
         except CheckpointError as e:
             raise CheckpointError(f"{checkpoint.path}: {e}") from e
         except ValueError as e:
-            if library == "auto" and "not in model" in str(e):  # names, says MLX
-                with suppress(CheckpointError):
-                    built = mlx_lm_model(checkpoint, model_config, "mlx-vlm", **kwargs)
-                    _say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
-                    return built
-            raise
+            as_of_vlm = any(name.startswith("language_model.") for name in checkpoint.tensors)
+            if library != "auto" or not as_of_vlm or "not in model" not in str(e):  # MLX's words
+                raise
+            try:
+                built = mlx_lm_model(checkpoint, model_config, "mlx-vlm", **kwargs)
+            except CheckpointError as other:
+                raise ValueError(f"{e} mlx-vlm's class: {other}") from e
+            _say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
+            return built
         finally:
             # The random weights that mlx-lm begins with are never evaluated, and the state of
             # mx.random keeps 120 kB of their graph for each load until it is.

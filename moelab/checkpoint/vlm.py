@@ -166,7 +166,7 @@ def leaves(given: Iterable) -> Iterator:
 def classes(config: dict[str, Any]) -> tuple[type, Any]:
     """The classes of a text model and of its arguments, for mlx-lm's ``load_model``."""
     kind = config.get("model_type")
-    if not is_installed():
+    if find_spec("mlx_vlm") is None:
         raise CheckpointError(
             f"{kind}: expected mlx-vlm, whose model it is, found it not installed. {INSTALL}"
         )
@@ -203,11 +203,6 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
     return text, SimpleNamespace(from_dict=from_dict)
 
 
-def is_installed() -> bool:
-    """Whether mlx-vlm is there."""
-    return find_spec("mlx_vlm") is not None
-
-
 def library_of(config: dict[str, Any]) -> str:
     """The library that has a model type: mlx-lm, else mlx-vlm. CheckpointError: neither has it."""
     kind = str(config.get("model_type"))
@@ -216,7 +211,7 @@ def library_of(config: dict[str, Any]) -> str:
         return "mlx-lm"
     if any(_has("mlx_vlm", folder, kind) for folder in ("models", DRAFTERS)):
         return "mlx-vlm"
-    is_there = is_installed()
+    is_there = find_spec("mlx_vlm") is not None
     raise CheckpointError(
         f"model_type {kind}: expected a family of mlx-lm {metadata.version('mlx-lm')} or mlx-vlm, "
         + (f"{metadata.version('mlx-vlm')} has it not" if is_there else "which is not installed")

@@ -58,10 +58,8 @@ def build_model(
         try:
             model, built = build({**(model_config or {}), **changed})
         except CheckpointError as e:
-            raise ValueError(
-                f"StreamConfig.top_k: expected {K}, as the tensors of {checkpoint.path} need, got "
-                f"{config.top_k} ({describe(e.__cause__)})."
-            ) from e
+            what = f"StreamConfig.top_k: the tensors of {checkpoint.path} take {K} only, got"
+            raise ValueError(f"{what} {config.top_k}. {describe(e.__cause__)}") from e
     if config.mode != "resident":
         keep_on_disk(model, checkpoint)
     modules = expert_modules(model)
@@ -101,9 +99,9 @@ def _most_chosen(checkpoint, model):
     """The most experts that a router of the model chooses for a token; 0 if this cannot be seen."""
     chosen = [0]
 
-    def note(call, x, indices, *args, **kwargs):
+    def note(call, x, indices):
         chosen.append(indices.shape[-1])
-        return call(x, indices, *args, **kwargs)
+        return call(x, indices)
 
     with ExitStack() as hooks:
         for _, module in expert_modules(model):

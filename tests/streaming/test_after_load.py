@@ -261,11 +261,7 @@ def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
 
 def test_a_router_that_does_not_choose_fewer_is_an_error(hybrid, monkeypatch):
     """Of a family whose name for K is unknown, K is what the router chooses."""
-    with load_model(hybrid, CONFIG)[0] as model:
-        want = answer(model)
     monkeypatch.setattr("moelab.streaming.build.TOP_K_KEYS", ("unknown_word",))
-    with load_model(hybrid, CONFIG)[0] as model:
-        np.testing.assert_array_equal(answer(model), want)
     assert moelab.footprint(hybrid, CONFIG).top_k == K
     with pytest.raises(ValueError, match="cannot be asked for fewer .* chooses 2, got 1"):
         load_model(hybrid, moelab.StreamConfig(slots=K, top_k=1))
