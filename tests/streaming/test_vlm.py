@@ -142,6 +142,7 @@ def test_auto_takes_the_class_that_has_the_names(checkpoint, tmp_path, capsys, m
     said = f"moelab: {tmp_path}: mlx-vlm's class is used: it has the tensors' names\n"
     assert capsys.readouterr().err == said  # once
     assert not isinstance(load_model(checkpoint("qwen3_5_moe")[0])[0], vlm.TextModel)
+    assert vlm.library_of({"model_type": "nemotron_h_puzzle"}) == "mlx-vlm"  # its nemotron_h
     monkeypatch.setattr(vlm, "find_spec", {"mlx_lm": vlm.find_spec("mlx_lm")}.get)
     for library, words in ("mlx-lm", ""), ("auto", "not installed. pip install"):
         words = f"{tmp_path}: cannot build .* 39 parameters not in model: language_model.*{words}"
