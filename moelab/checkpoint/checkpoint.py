@@ -1,8 +1,9 @@
 """A model folder: its files, their tensors and its configuration, and mlx-lm's model of it."""
 
 import os
+import sys
 import threading
-from functools import partial
+from functools import cache, partial
 from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
@@ -187,26 +188,42 @@ def _model_classes(checkpoint: Checkpoint, library: str, config: dict) -> tuple[
 def mlx_lm_model(
     checkpoint: Checkpoint, model_config: dict | None = None, library: str = "auto", **kwargs
 ) -> tuple[nn.Module, dict]:
-    """Build mlx-lm's model and its configuration. The weights are lazy: none is read."""
+    """Build mlx-lm's model and its configuration. The weights are lazy: none is read.
+
+    With ``auto`` it is mlx-vlm's where that alone has the tensors' names.
+    """
     check_fork()
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
-    cannot = f"{checkpoint.path}: mlx-lm cannot build it from its config.json and tensors:"
-    remedy = "Download it again."
-    if library == "auto" and any(name.startswith("language_model.") for name in checkpoint.tensors):
-        remedy = "Its tensors may have mlx-vlm's names: try --from mlx-vlm. Else download it again."
     load_model = with_globals(mlx_lm_utils.load_model, {"glob": files})
     classes = partial(_model_classes, checkpoint, library)
     given = {"lazy": True, "model_config": model_config, "get_model_classes": classes}
-    with readable(cannot, remedy):  # a family's code may raise anything
+    cannot = f"{checkpoint.path}: cannot build a model from its config.json and tensors:"
+    with readable(cannot):  # a family's code may raise anything
         try:
             return load_model(checkpoint.path, **given, **kwargs)
         except CheckpointError as e:
             raise CheckpointError(f"{checkpoint.path}: {e}") from e
+        except ValueError as e:
+            as_of_vlm = any(name.startswith("language_model.") for name in checkpoint.tensors)
+            if library != "auto" or not as_of_vlm or "not in model" not in str(e):  # MLX's words
+                raise
+            try:
+                built = mlx_lm_model(checkpoint, model_config, "mlx-vlm", **kwargs)
+            except CheckpointError as other:
+                raise ValueError(f"{e} mlx-vlm's class: {other}") from e
+            _say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
+            return built
         finally:
             # The random weights that mlx-lm begins with are never evaluated, and the state of
             # mx.random keeps 120 kB of their graph for each load until it is.
             mx.eval(mx.random.state)
+
+
+@cache
+def _say(line):
+    """Say a line on stderr, once."""
+    print(f"moelab: {line}", file=sys.stderr)
 
 
 def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:
@@ -215,7 +232,7 @@ def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None)
     One follows the other: for several at once some of mlx-vlm's blocks begin to evaluate.
     The logits are None if the family needs a kernel that this machine does not have.
     """
-    with readable(f"{checkpoint.path}: mlx-lm cannot call the model of its config.json:"):
+    with readable(f"{checkpoint.path}: cannot call the model of its config.json:"):
         try:
             for _ in range(2):
                 logits = model(mx.zeros((1, 1), mx.int32), cache=cache)

@@ -209,9 +209,10 @@ def library_of(config: dict[str, Any]) -> str:
     known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config or _has("mlx_lm", "models", known):
         return "mlx-lm"
-    if any(_has("mlx_vlm", folder, kind) for folder in ("models", DRAFTERS)):
-        return "mlx-vlm"
     is_there = find_spec("mlx_vlm") is not None
+    names = import_module("mlx_vlm.utils").MODEL_REMAPPING if is_there else {}
+    if any(_has("mlx_vlm", folder, names.get(kind, kind)) for folder in ("models", DRAFTERS)):
+        return "mlx-vlm"
     raise CheckpointError(
         f"model_type {kind}: expected a family of mlx-lm {metadata.version('mlx-lm')} or mlx-vlm, "
         + (f"{metadata.version('mlx-vlm')} has it not" if is_there else "which is not installed")

@@ -7,6 +7,7 @@ until they are there, then run it in every mode. If it is recurrent, see also ``
 """
 
 import zlib
+from contextlib import ExitStack
 from functools import partial
 
 import mlx.core as mx
@@ -15,8 +16,9 @@ import numpy as np
 from mlx.utils import tree_map_with_path
 
 from .. import kernels
-from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model
+from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model, try_out
 from ..experts import expert_modules, expert_parameters, num_experts
+from ..hooks import hooked
 from .config import SLOT_MODES, StreamConfig
 from .ranks import Ranks, balanced
 from .rows import keep_on_disk
@@ -44,17 +46,20 @@ def build_model(
     given = {"library": config.library, "trust_remote_code": trust_remote_code}
     build = partial(mlx_lm_model, checkpoint, **given)
     own = {**checkpoint.config, **(model_config or {})}
-    found, built = _find_top_k(own), None
-    if found is None:  # the configuration leaves K to the family's default
-        built = build(model_config)
-        found = _find_top_k(own, built[0])
+    model, built = build(model_config)
+    found, always = _find_top_k(own, model), 0
     if config.top_k is not None and found is not None:
-        holder, key, _ = found
-        changed = {key: config.top_k}
+        holder, key, K = found
+        # Some families keep a shared expert, which every token takes, among the others.
+        always = _most_chosen(checkpoint, model) - K
+        changed = dict.fromkeys({key, *holder.keys() & TOP_K_KEYS}, config.top_k)
         if holder is own.get("text_config"):
             changed = {"text_config": {**holder, **changed}}
-        built = build({**(model_config or {}), **changed})
-    model, model_config = built or build(model_config)
+        try:
+            model, built = build({**(model_config or {}), **changed})
+        except CheckpointError as e:
+            what = f"StreamConfig.top_k: the tensors of {checkpoint.path} take {K} only, got"
+            raise ValueError(f"{what} {config.top_k}. {describe(e.__cause__)}") from e
     if config.mode != "resident":
         keep_on_disk(model, checkpoint)
     modules = expert_modules(model)
@@ -63,7 +68,7 @@ def build_model(
     if dtype := auto if config.dtype == "auto" else getattr(mx, config.dtype):
         _cast(model, modules, config, dtype)
     if modules:
-        top_k = _checked_top_k(checkpoint, config, found, min(num_experts(m) for _, m in modules))
+        top_k = _checked_top_k(checkpoint, config, model, found, max(0, always))
     elif config.mode == "resident":
         top_k = 0
     else:
@@ -72,16 +77,15 @@ def build_model(
             "SwitchGLU or SwitchMLP modules, found none). Load it with mlx_lm.load, or give it as "
             "the --draft of a model with the same tokenizer."
         )
-    return model, model_config, top_k
+    return model, built, top_k
 
 
-def _find_top_k(config, model=None):
+def _find_top_k(config, model):
     """K, if the configuration or else the built model names it: (dictionary to set, key, K)."""
     text = config.get("text_config") or {}
     said = [(text, text), (config, config)]
-    if model is not None:
-        inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
-        said = [(getattr(args, "__dict__", {}), text or config) for args in inside]
+    inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
+    said += [(getattr(args, "__dict__", {}), text or config) for args in inside]
     for values, holder in said:
         for key in TOP_K_KEYS:
             K = values.get(key)
@@ -91,23 +95,38 @@ def _find_top_k(config, model=None):
     return None
 
 
-def _checked_top_k(checkpoint, config, found, E):
-    """Return K, after a check that it fits the experts and the slots."""
-    file = checkpoint.path / "config.json"
-    own = found[2] if found else None
-    K = config.top_k if config.top_k is not None else own
-    if K is None:
-        raise CheckpointError(
-            f"{file}: expected the experts per token under one of {', '.join(TOP_K_KEYS)}, found "
-            "none. Set StreamConfig.top_k to the number that the model was trained with; this "
-            "family cannot be asked for fewer."
-        )
+def _most_chosen(checkpoint, model):
+    """The most experts that a router of the model chooses for a token; 0 if this cannot be seen."""
+    chosen = [0]
+
+    def note(call, x, indices):
+        chosen.append(indices.shape[-1])
+        return call(x, indices)
+
+    with ExitStack() as hooks:
+        for _, module in expert_modules(model):
+            hooks.enter_context(hooked(module, note))
+        try_out(checkpoint, model)
+    return max(chosen)
+
+
+def _checked_top_k(checkpoint, config, model, found, always):
+    """Return K as the model chooses it, after a check that it fits the experts and the slots."""
+    file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in expert_modules(model))
+    K = config.top_k if config.top_k is not None else found[2] if found else 1
     if not 1 <= K <= E:
         if config.top_k is None:
             raise CheckpointError(
                 f"{file}: {found[1]}: expected 1 to {E} (the experts), got {K}. Download it again."
             )
         raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
+    chosen = _most_chosen(checkpoint, model)
+    if config.top_k is not None and chosen > K + always:
+        raise ValueError(
+            f"StreamConfig.top_k: this family cannot be asked for fewer experts per token: its "
+            f"router chooses {chosen - always}, got {K}. Leave top_k out."
+        )
+    K = max(K, chosen)
     if config.mode in SLOT_MODES and not config.asks_for_slots and config.slots < K:
         raise ValueError(
             f"StreamConfig.slots: expected at least {K} (the experts per token), got "

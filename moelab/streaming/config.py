@@ -199,7 +199,7 @@ class StreamConfig:
         "auto",
         "whose model classes: mlx-lm's, or mlx-vlm's (default: {default})",
         "mlx-vlm (moelab[vlm]) has families that mlx-lm does not; only their text model is built. "
-        "auto: mlx-lm's where it has the model type.",
+        "auto: mlx-lm's, or mlx-vlm's where that alone has the type, or the names of the tensors.",
         choices=("auto", "mlx-lm", "mlx-vlm"),
     )
     lazy_logits: bool = _option(

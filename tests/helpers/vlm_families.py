@@ -2,6 +2,7 @@
 
 FAMILIES[name]              what its config says beyond ``families.COMMON``
 REFUSED[name]               families that moelab refuses, and the words that say why
+BOTH                        families that mlx-lm has, too, with the same names of tensors
 write_checkpoint(name, path)    experts and n-gram tables in 4 bits, and mlx-vlm's own model
 """
 
@@ -46,7 +47,7 @@ FAMILIES = {
     **{name: families.FAMILIES[name].config for name in SAME},
     **{name: {} for name in ("cohere2_moe", "flint", "hy_v4", "klear", "kolibri1", "youtu_vl")},
     "deepseek_v4": {"num_hash_layers": 1}, "longcat_flash_sparse": {"moe_topk": K},
-    "qwen3_5_moe_text": QWEN,
+    "minimax_m3": families.FAMILIES["minimax_m3_vl"].text, "qwen3_5_moe_text": QWEN,
 }  # fmt: skip
 # Their text's config is in ``text_config``: what it says, and what the outer one says.
 OUTER = {
@@ -70,6 +71,7 @@ OUTER = {
                {"vision_config": {"model_type": "llama4", **SEES, **LLAMA4}}),
     "mimo_v2": ({"moe_layer_freq": [0, 1], "scoring_func": "sigmoid",
                  "partial_rotary_factor": 0.5}, {}),
+    "minimax_m3_vl": (families.FAMILIES["minimax_m3_vl"].text, {}),
     "moondream3": ({"num_key_value_heads": 4, "moe_start_layer": 1, "rope_dim": 8}, {}),
     "mistral3": (families.FAMILIES["mistral3"].text, {}),
     "qwen3_5_moe": (QWEN, {}), "qwen3_vl_moe": (QWEN, {}),
@@ -86,6 +88,9 @@ REFUSED = {
     "qwen4_exp_mtp": "expected a model, got a draft head",
 }
 NAMES = sorted({*FAMILIES, *OUTER} - REFUSED.keys())
+# mlx-lm's classes have the same names for their tensors.
+BOTH = {"gemma4", "kimi_k25", "kimi_k3", "llama4", "minimax_m3_vl", "mistral3", "qwen3_5_moe"}
+BOTH |= {"qwen3_vl_moe"}
 # Drafts are refused, as their caches merge tokens.
 UNDRAFTED = {"glm5_next"}
 

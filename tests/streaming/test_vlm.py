@@ -1,7 +1,6 @@
 """mlx-vlm's families stream, and answer as mlx-vlm does with every expert in memory."""
 
 import json
-from functools import partial
 
 import families
 import mlx.core as mx
@@ -26,8 +25,10 @@ TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
 
 
 def load(path, mode="fused", slots=4, kernels="mlx", **fields):
+    """With mlx-vlm's class, which only a family of ``BOTH`` has to be asked for."""
     fields |= {"slots": slots} if mode in ("stacked", "fused") else {}
-    config = moelab.StreamConfig(mode=mode, kernels=kernels, library="mlx-vlm", **fields)
+    library = "mlx-vlm" if path.name in vlm_families.BOTH else "auto"
+    config = moelab.StreamConfig(mode=mode, kernels=kernels, library=library, **fields)
     return load_model(path, config)[0]
 
 
@@ -125,24 +126,44 @@ def test_a_type_that_no_library_has(is_there, tmp_path, monkeypatch):
         load_model(path)
 
 
-def test_mlx_vlm_is_missing_or_another_version(tmp_path, monkeypatch):
+def test_another_version_of_mlx_vlm(tmp_path, monkeypatch):
     vlm_families.write_checkpoint("olmoe", tmp_path)
-    load_olmoe = partial(load_model, tmp_path, moelab.StreamConfig(library="mlx-vlm"))
-    with monkeypatch.context() as patch:
-        patch.delattr("mlx_vlm.utils.update_module_configs")
-        changed = "olmoe: mlx-vlm .* has no text model .*update_module_configs.* was tried with"
-        with pytest.raises(moelab.CheckpointError, match=changed):
-            load_olmoe()
-    monkeypatch.setattr(vlm, "find_spec", lambda name: None)
-    with pytest.raises(moelab.CheckpointError, match="not installed. pip install 'moelab.vlm.'"):
-        load_olmoe()
+    monkeypatch.delattr("mlx_vlm.utils.update_module_configs")
+    changed = "olmoe: mlx-vlm .* has no text model .*update_module_configs.* was tried with"
+    with pytest.raises(moelab.CheckpointError, match=changed):
+        load_model(tmp_path, moelab.StreamConfig(library="mlx-vlm"))
 
 
-def test_names_of_mlx_vlm_are_recognized(tmp_path):
-    """mlx-lm has olmoe, too, under other names."""
-    vlm_families.write_checkpoint("olmoe", tmp_path / "model")
-    with pytest.raises(moelab.CheckpointError, match="try --from mlx-vlm"):
-        load_model(tmp_path / "model")
+def test_auto_takes_the_class_that_has_the_names(checkpoint, tmp_path, capsys, monkeypatch):
+    """mlx-lm has olmoe, too, under other names; both have qwen3_5_moe under the same."""
+    vlm_families.write_checkpoint("olmoe", tmp_path)
+    moelab.footprint(tmp_path)
+    assert isinstance(load_model(tmp_path)[0], vlm.TextModel)
+    said = f"moelab: {tmp_path}: mlx-vlm's class is used: it has the tensors' names\n"
+    assert capsys.readouterr().err == said  # once
+    assert not isinstance(load_model(checkpoint("qwen3_5_moe")[0])[0], vlm.TextModel)
+    assert vlm.library_of({"model_type": "nemotron_h_puzzle"}) == "mlx-vlm"  # its nemotron_h
+    monkeypatch.setattr(vlm, "find_spec", {"mlx_lm": vlm.find_spec("mlx_lm")}.get)
+    for library, words in ("mlx-lm", ""), ("auto", "not installed. pip install"):
+        words = f"{tmp_path}: cannot build .* 39 parameters not in model: language_model.*{words}"
+        with pytest.raises(moelab.CheckpointError, match=words):
+            load_model(tmp_path, moelab.StreamConfig(library=library))
+
+
+@pytest.mark.parametrize("top_k, K", [(None, 3), (1, 2)])
+def test_a_shared_expert_among_the_others(top_k, K, checkpoint):
+    """The router of minimax_m3 chooses one expert more than its config.json says."""
+    model = load(checkpoint("minimax_m3")[0], top_k=top_k)
+    with moelab.record(model) as trace:
+        logits(model, model.make_cache())
+    assert trace.experts.shape[-1] == model._session.top_k == K
+    assert (trace.experts == 8).sum() == len(trace)  # each token takes the last of 9
+
+
+def test_tensors_that_need_their_top_k(checkpoint):
+    """A table of deepseek_v4 has K experts for each word."""
+    with pytest.raises(ValueError, match="top_k: the tensors of .* take 2 only, got 1"):
+        load(checkpoint("deepseek_v4")[0], top_k=1)
 
 
 def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
@@ -174,15 +195,15 @@ def test_a_text_begins_anew(checkpoint):
 def test_packed_experts(checkpoint, tmp_path):
     """Gate and up in one tensor are two in a packed folder."""
     path, want = checkpoint("laguna")
-    repack(path, tmp_path / "packed", progress=False, library="mlx-vlm")
+    repack(path, tmp_path / "packed", progress=False)
     model = load(tmp_path / "packed")
     np.testing.assert_array_equal(logits(model, model.make_cache()), want)
 
 
 def test_layout_of_the_authors(tmp_path):
     """Gate and up in one tensor ``[E, 2F, D]``, other names, and images, which are left out."""
-    families.write_hugging_face("qwen3_5_moe", tmp_path)
-    whole, streamed = load(tmp_path, "resident"), load(tmp_path)
+    path = families.write_hugging_face("qwen3_5_moe", tmp_path / "qwen3_5_moe")
+    whole, streamed = load(path, "resident"), load(path)
     want = logits(whole, whole.make_cache())
     np.testing.assert_array_equal(logits(streamed, streamed.make_cache()), want)
     assert moelab.stats(streamed).decode.bytes_read > 0
