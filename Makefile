@@ -1,10 +1,10 @@
-# Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
+# Nothing is assumed but make and Python 3.11 or newer with venv: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in ten minutes
 #   make notebooks   runs them anew and keeps their figures as pictures; NB=03_page_cache runs one
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
 #   make numbers   writes the README's numbers anew from the records in data/results
-#   make test   tests every module, every mode and every notebook, in ten minutes
+#   make test   tests every module, every mode and every notebook, in ten minutes; make test-lab a part
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 
