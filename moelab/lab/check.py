@@ -63,11 +63,10 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         f"memory: {free / 2**30:.1f} GiB available of {of}",
         f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
     )
-    folder, lacks = Path.cwd(), ""
     try:
-        folder = Path(model or shipped("models", "tiny-moe"))
-    except FileNotFoundError as error:
-        lacks = str(error).partition(". ")[0]
+        folder, lacks = Path(model or shipped("models", "tiny-moe")), None
+    except FileNotFoundError as error:  # an installed moelab has no data
+        folder, lacks = Path.cwd(), str(error).partition(". ")[0]
     disk = shutil.disk_usage(folder).free
     yield (
         disk >= MIN_DISK_NBYTES,

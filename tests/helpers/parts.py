@@ -8,12 +8,12 @@ size. What pytest says of a part is in build/test-PART.log.
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,45 +25,41 @@ PARTS = {  # the longest first
     "speculation": ["tests/speculation", "tests/replay"],
 }
 AT_ONCE = 2  # MLX uses one core for each on a CPU
-FAST = {"MOELAB_FAST": "1", "MOELAB_FUZZ": "200"}
-SAY_S = 60  # seconds between two lines about what still runs
+SAY_S = 60  # seconds between two lines about how far a part is
+say = partial(print, end="", flush=True)  # a line at once: two threads print
 
 
-def start(part: str, log: Path, with_slow: bool) -> subprocess.Popen:
-    """Start pytest for a part; Ctrl-C does not reach it, ``end`` does."""
-    command = [sys.executable, "-m", "pytest", *PARTS[part]]
-    command += [] if with_slow else ["-m", "not slow"]
+def run(part: str, with_slow: bool) -> tuple[Counter, str]:
+    """How many tests of a part passed, failed and were skipped, and lines on those that failed."""
+    words = [sys.executable, "-m", "pytest", *PARTS[part]]
+    words += [] if with_slow else ["-m", "not slow"]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    env |= FAST if part == "notebooks" or not with_slow else {}
+    if part == "notebooks" or not with_slow:
+        env |= {"MOELAB_FAST": "1", "MOELAB_FUZZ": "200"}
+    log, begin = ROOT / "build" / f"test-{part}.log", time.monotonic()
     log.parent.mkdir(exist_ok=True)
-    with log.open("w") as out:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
-        return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
-
-
-def result(log: Path, status: int) -> tuple[Counter, list[str]]:
-    """How many tests of a part passed, failed and were skipped, and a line for each that failed."""
+    say(f"{part}: begins\n")
+    with (
+        log.open("w") as out,
+        subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=out) as p,
+    ):
+        while p.poll() is None:
+            try:
+                p.wait(SAY_S)
+            except subprocess.TimeoutExpired:
+                done = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace")) or ["0%"]
+                say(f"{part}: {done[-1]}\n")
     lines = log.read_text(errors="replace").rpartition("short test summary")[2].splitlines()
     sums = [line for line in lines if re.search(r"\d (passed|failed|skipped|error).* in \d", line)]
     counts = Counter()
     for number, what in re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(sums[-1:])):
         counts["failed" if what == "error" else what] += int(number)
     failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if status and (status not in (1, 2) or not counts["failed"]):  # 2: a file is damaged
+    if p.returncode and (p.returncode not in (1, 2) or not counts["failed"]):
         counts["failed"] += 1
-        failed.append(f"pytest ended with status {status}: {''.join(lines[-1:])}")
-    return counts, failed
-
-
-def end(processes: list[subprocess.Popen]) -> None:
-    """End parts that still run, with the processes that they started."""
-    for process in processes:
-        process.send_signal(signal.SIGINT)
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with suppress(OSError):  # none is left
-            os.killpg(process.pid, signal.SIGKILL)
+        failed.append(f"pytest ended with status {p.returncode}: {''.join(lines[-1:])}")
+    say(f"{part}: {told(counts)} in {time.monotonic() - begin:.0f} s\n")
+    return counts, "\n".join([f"in build/{log.name}:", *failed] if failed else [])
 
 
 def told(counts: Counter) -> str:
@@ -72,41 +68,18 @@ def told(counts: Counter) -> str:
 
 
 def main(*words: str) -> int:
-    """Run parts of the tests; returns whether a test failed."""
-    waiting = [word for word in words if word != "--all"] or [*PARTS]
-    if unknown := {*waiting} - {*PARTS}:
-        sys.exit(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
-    running, total, failures, said = {}, Counter(), [], time.monotonic()
-    try:
-        while waiting or running:
-            while waiting and len(running) < AT_ONCE:
-                part = waiting.pop(0)
-                log = ROOT / "build" / f"test-{part}.log"
-                running[part] = start(part, log, "--all" in words), log, time.monotonic()
-                print(f"{part}: begins", flush=True)
-            time.sleep(0.2)
-            for part, (process, log, began) in [*running.items()]:
-                if process.poll() is not None:
-                    del running[part]
-                    counts, failed = result(log, process.returncode)
-                    total += counts
-                    failures += [f"in build/{log.name}:", *failed] if failed else []
-                    took = time.monotonic() - began
-                    print(f"{part}: {told(counts)} in {took:.0f} s", flush=True)
-            if running and time.monotonic() > said + SAY_S:
-                said = time.monotonic()
-                for part, (_, log, _) in running.items():
-                    share = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace"))
-                    print(f"{part}: {share[-1] if share else '0%'}", flush=True)
-    finally:
-        end([process for process, *_ in running.values()])
-    print(*failures, told(total), sep="\n")
-    return total["failed"] > 0
+    """Run parts of the tests; returns 1 if a test failed. Ctrl-C in a terminal ends pytest too."""
+    parts = [word for word in words if word != "--all"] or [*PARTS]
+    if unknown := {*parts} - {*PARTS}:
+        sys.exit(f"expected parts of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        counts, failed = zip(*pool.map(partial(run, with_slow="--all" in words), parts))
+    total = sum(counts, Counter())
+    print(*filter(None, failed), told(total), sep="\n")
+    return 1 if total["failed"] else 0
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         sys.exit(main(*sys.argv[1:]))
     except KeyboardInterrupt:
