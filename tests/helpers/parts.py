@@ -8,11 +8,13 @@ size. What pytest says of a part is in build/test-PART.log.
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +31,7 @@ SAY_S = 60  # seconds between two lines about how far a part is
 say = partial(print, end="", flush=True)  # a line at once: two threads print
 
 
-def run(part: str, with_slow: bool) -> tuple[Counter, str]:
+def run(part: str, with_slow: bool, started: list[subprocess.Popen]) -> tuple[Counter, str]:
     """How many tests of a part passed, failed and were skipped, and lines on those that failed."""
     words = [sys.executable, "-m", "pytest", *PARTS[part]]
     words += [] if with_slow else ["-m", "not slow"]
@@ -39,10 +41,9 @@ def run(part: str, with_slow: bool) -> tuple[Counter, str]:
     log, begin = ROOT / "build" / f"test-{part}.log", time.monotonic()
     log.parent.mkdir(exist_ok=True)
     say(f"{part}: begins\n")
-    with (
-        log.open("w") as out,
-        subprocess.Popen(words, cwd=ROOT, env=env, stdout=out, stderr=out) as p,
-    ):
+    with log.open("w") as out:
+        options = {"stdout": out, "stderr": out, "start_new_session": True}  # ``end`` ends it
+        started.append(p := subprocess.Popen(words, cwd=ROOT, env=env, **options))
         while p.poll() is None:
             try:
                 p.wait(SAY_S)
@@ -67,19 +68,37 @@ def told(counts: Counter) -> str:
     return ", ".join(f"{counts[what]} {what}" for what in ("passed", "failed", "skipped"))
 
 
+def end(process: subprocess.Popen) -> None:
+    """End pytest and what it started; notebooks go on after a Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+    with suppress(OSError):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def main(*words: str) -> int:
-    """Run parts of the tests; returns 1 if a test failed. Ctrl-C in a terminal ends pytest too."""
+    """Run parts of the tests; returns 1 if a test failed."""
     parts = [word for word in words if word != "--all"] or [*PARTS]
     if unknown := {*parts} - {*PARTS}:
         sys.exit(f"expected parts of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    started = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        counts, failed = zip(*pool.map(partial(run, with_slow="--all" in words), parts))
+        try:
+            runs = pool.map(partial(run, with_slow="--all" in words, started=started), parts)
+            counts, failed = zip(*runs)
+        except KeyboardInterrupt:
+            for process in started:
+                end(process)
+            raise
     total = sum(counts, Counter())
     print(*filter(None, failed), told(total), sep="\n")
     return 1 if total["failed"] else 0
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main(*sys.argv[1:]))
     except KeyboardInterrupt:
