@@ -12,6 +12,7 @@ PARTS = {
     "bad": "def test_c(): assert 0, 'because'\n\ndef test_d(no_such_fixture): pass",
     "damaged": "import no_such_module",
     "killed": "def test_e(): os.kill(os.getpid(), 9)",
+    "long": "def test_f(): time.sleep(600)",
 }
 
 
@@ -21,10 +22,10 @@ def test_each_part_is_counted_and_failures_come_last(tmp_path, monkeypatch, caps
     monkeypatch.setattr(parts, "PARTS", {part: [f"test_{part}.py"] for part in PARTS})
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which would take seconds
     for part, code in PARTS.items():
-        (tmp_path / f"test_{part}.py").write_text(f"import os, pytest\n\n{code}\n")
+        (tmp_path / f"test_{part}.py").write_text(f"import os, time, pytest\n\n{code}\n")
     assert parts.main("good") == 0
     assert capsys.readouterr().out.endswith("\n1 passed, 0 failed, 1 skipped\n")
-    assert parts.main() == 1
+    assert parts.main(*[*PARTS][:4]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "1 passed, 4 failed, 1 skipped" and {"bad: begins", "bad: 0%"} <= {*said}
     assert any(line.startswith("bad: 0 passed, 2 failed, 0 skipped in ") for line in said)
@@ -33,6 +34,16 @@ def test_each_part_is_counted_and_failures_come_last(tmp_path, monkeypatch, caps
     assert "ERROR test_damaged.py" in failed and "pytest ended with status -9" in failed[-2]
     with pytest.raises(SystemExit, match="expected parts of good, .*, got nothing"):
         parts.main("good", "nothing")
+
+    def interrupt(text):
+        if "%" in text:
+            raise KeyboardInterrupt
+
+    before = psutil.Process().children()
+    monkeypatch.setattr(parts, "say", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        parts.main("long")
+    assert psutil.Process().children() == before
 
 
 @pytest.fixture(scope="module")
