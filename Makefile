@@ -1,10 +1,10 @@
-# Nothing is assumed but Python 3.11 or newer and make: every target sets up .venv by itself, once.
+# Nothing is assumed but make and Python 3.11 or newer with venv: every target sets up .venv by itself, once.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in ten minutes
 #   make notebooks   runs them anew and keeps their figures as pictures; NB=03_page_cache runs one
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
 #   make numbers   writes the README's numbers anew from the records in data/results
-#   make test   tests every module, every mode and every notebook, in ten minutes
+#   make test   tests every module, every mode and every notebook, in ten minutes; make test-lab a part
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 
@@ -13,7 +13,7 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 pytho
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
-.PHONY: lab run records numbers peers test test-all test-streaming test-speculation test-lab test-files test-notebooks check lint notebooks browser clean
+.PHONY: lab run records numbers peers test test-all check lint notebooks browser clean
 
 lab: $(READY)
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb
@@ -33,32 +33,16 @@ numbers: $(READY)
 peers: $(READY)
 	$(BIN)/python data/recipes/peers.py install
 
-# Two parts at a time, the longest first: MLX uses one core for each on a CPU.
-PARTS := test-notebooks test-streaming test-files test-lab test-speculation
-
+# Two parts at a time, one line for each: tests/helpers/parts.py. test-lab runs one of them.
 test: $(READY)
-	$(MAKE) -k -j2 $(PARTS)
+	@$(BIN)/python tests/helpers/parts.py
 
-# Also the slow tests, which tests/conftest.py lists, everything at full size, every damaged file.
+# Also the slow tests, everything at full size, every damaged file.
 test-all: $(READY)
-	$(MAKE) -k -j2 PYTEST='HF_HUB_OFFLINE=1 $(BIN)/python -m pytest' $(PARTS)
+	@$(BIN)/python tests/helpers/parts.py --all
 
-PYTEST := MOELAB_FAST=1 MOELAB_FUZZ=200 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m 'not slow'
-
-test-streaming: $(READY)
-	$(PYTEST) tests/streaming tests/kernels
-
-test-speculation: $(READY)
-	$(PYTEST) tests/speculation tests/replay
-
-test-lab: $(READY)
-	$(PYTEST) tests/lab
-
-test-files: $(READY)
-	$(PYTEST) tests/test_*.py tests/server
-
-test-notebooks: $(READY)
-	MOELAB_FAST=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=600 notebooks
+test-%: $(READY)
+	@$(BIN)/python tests/helpers/parts.py $*
 
 check: $(READY)
 	$(BIN)/python -m moelab check
@@ -84,9 +68,9 @@ clean:
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "moelab needs Python 3.11 or newer: install it, or say 'make PYTHON=/path/to/python3'"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test$(addprefix $(comma),$(EXTRA))]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'mlx-vlm>=0.7.10,<0.8'
-	$(if $(filter cuda,$(EXTRA)),$(BIN)/python -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("mlx"))'))
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test$(addprefix $(comma),$(EXTRA))]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'mlx-vlm>=0.7.10,<0.8'
+	$(if $(filter cuda,$(EXTRA)),$(BIN)/python -m pip install --disable-pip-version-check --force-reinstall --no-deps mlx-cuda-13==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("mlx"))'))
 	@mkdir -p .venv/share/jupyter/lab/settings
 	@echo '{"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}' > .venv/share/jupyter/lab/settings/overrides.json
 	@touch $@

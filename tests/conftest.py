@@ -4,10 +4,13 @@ import io
 import json
 import re
 import signal
+import subprocess
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import families
+import psutil
 import pytest
 from faults import read_in_threads
 from small import small
@@ -74,6 +77,27 @@ def pytest_collection_modifyitems(items):
             case = item.nodeid.partition("[")[2]
             if i % stays if isinstance(stays, int) else not re.search(stays, case):
                 item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def no_child_stays():
+    """Ends the processes that a test started and left, as one that ran out of time."""
+    started, start = [], subprocess.Popen.__init__
+
+    def noted(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        started.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "__init__", noted)
+        yield
+    for process in started:
+        if process.poll() is None:
+            parent = psutil.Process(process.pid)
+            for each in (*parent.children(recursive=True), parent):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            process.wait()
 
 
 @pytest.fixture

@@ -254,7 +254,6 @@ def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, run):
     if change:
         change(path)
     monkeypatch.setattr("moelab.repack._Layer.write", interrupt)
-    monkeypatch.setattr(check, "DATA", tmp_path)
     got = run(*command.replace("{}", str(path)).split())
     assert code in (None, got.code) and re.search(said, got.said), got.said
 

@@ -65,16 +65,12 @@ def served(tmp_path):
     """Two ranks that serve, and a client of rank 0."""
     command = ["-m", "moelab", "serve", MODEL, "--port", "0", "--log-level", "ERROR", *SETTINGS]
     processes = ranks.start([command] * 2, tmp_path)
-    try:
-        said = ""
-        while not (found := re.search(r"http://\S+/v1", said)):
-            line = processes[0].stderr.readline()
-            assert line, said + "".join(p.communicate()[1] for p in processes)
-            said += line
-        client = openai.OpenAI(base_url=found[0], api_key="-", max_retries=0, timeout=120)
-        yield processes, client
-    finally:
-        ranks.stop(processes)
+    said = ""
+    while not (found := re.search(r"http://\S+/v1", said)):
+        line = processes[0].stderr.readline()
+        assert line, said + "".join(p.communicate()[1] for p in processes)
+        said += line
+    return processes, openai.OpenAI(base_url=found[0], api_key="-", max_retries=0, timeout=120)
 
 
 def test_serve(served, alone):

@@ -5,6 +5,8 @@ counts as one, ``NO_PROSE`` what may stand. A setting with a unit is written as 
 """
 
 import re
+import shutil
+import subprocess
 import tomllib
 
 import nbformat
@@ -24,7 +26,7 @@ BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` 
 # Code, how long a notebook takes, what its sliders may be set to, names, versions, settings.
 NO_PROSE = (
     r"```.*?```|^    [^\n]*|`[^`]*`|\*\*(?:Takes|Try)\*\*[^\n]*(?:\n[^\n]+)*"
-    r"|[A-Za-z]\w*-\d+\.\d+|\b(?:Python|version|temperature|probability) [\d.]+|95% interval"
+    r"|[A-Za-z]\w*-\d+\.\d+|\b(?:Python|glibc|version|temperature|probability) [\d.]+|95% interval"
 )
 MEASURED = (
     r"\b\d+\.\d+"
@@ -78,6 +80,19 @@ def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
         assert kinds <= {"image/png", "text/html", "text/markdown", "text/plain"}
         if re.search(r"(?<![\w.])(show|explore)\(", cell.source):
             assert "image/png" in kinds, f"no picture, make notebooks: {cell.source[:60]}"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
+def test_commands_of_the_set_up(path):
+    """Both name the tests, what pip asks of Python and MLX of the system, and targets of make."""
+    text = path.read_text()
+    for asked in ("Python 3.11 or newer", "glibc 2.35", "macOS 14 or newer on Apple silicon"):
+        assert asked in text
+    named = set(re.findall(r"(?:`|^ {4})make (?:\w+=\S+ )*([\w-]+)", text, re.M))
+    assert "test" in named
+    done = subprocess.run(["make", "-n", *named], cwd=ROOT, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_conda_and_pip_ask_for_the_same():

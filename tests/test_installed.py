@@ -6,13 +6,16 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import nbformat
 import pytest
+from committed import NOTEBOOKS
 
 import moelab
 from moelab import shipped
-from moelab.lab import records
+from moelab.lab import claims, records
 from moelab.replay import locality
 
 EXTRAS = (
@@ -56,9 +59,22 @@ def test_commands_without_the_extras(model_path, tmp_path):
     ]
 
 
-def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path):
-    monkeypatch.setattr(shipped, "DATA", tmp_path / "data")
-    for ask in (lambda: records.read("cpu_bench"), lambda: locality.recorded_trace("code")):
+def test_what_data_has_is_said_to_be_in_the_repository(monkeypatch, tmp_path, run):
+    for module in (shipped, moelab):
+        monkeypatch.setattr(module, "DATA", tmp_path / "data")
+    asks = [lambda: records.read("cpu_bench"), lambda: locality.recorded_trace("code"), claims.read]
+    asks += [partial(cells, nbformat.read(path, as_version=4)) for path in NOTEBOOKS]
+    for ask in asks:
         with pytest.raises(FileNotFoundError, match="^data/.* no data/. Clone its repository"):
             ask()
     assert not list(tmp_path.iterdir())
+    got = run("check")
+    assert got.code == 1 and "not measured, data/models/tiny-moe: not there, since an" in got.out
+
+
+def cells(notebook):
+    """Run a notebook's code."""
+    names = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            exec(cell.source, names)

@@ -10,10 +10,11 @@ from pathlib import Path
 import mlx.core as mx
 import psutil
 
-from .. import DATA, StreamConfig, kernels, plan
+from .. import StreamConfig, kernels, plan
 from ..checkpoint import Checkpoint, CheckpointError
 from ..commands.argument_types import not_empty
 from ..memory import memory_available, memory_limit
+from ..shipped import shipped
 from ..streaming.build import build_model
 from ..streaming.facts import ModelFacts
 from ..streaming.model import tokenizer_of
@@ -62,15 +63,17 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         f"memory: {free / 2**30:.1f} GiB available of {of}",
         f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
     )
-    folder = Path(model or DATA / "models" / "tiny-moe")
-    folder = folder if folder.is_dir() else Path.cwd()  # an installed moelab has no data
+    try:
+        folder, lacks = Path(model or shipped("models", "tiny-moe")), None
+    except FileNotFoundError as error:  # an installed moelab has no data
+        folder, lacks = Path.cwd(), str(error).partition(". ")[0]
     disk = shutil.disk_usage(folder).free
     yield (
         disk >= MIN_DISK_NBYTES,
         f"disk: {disk / 2**30:.1f} GiB free where {folder.name}/ lies",
         f"{MIN_DISK_NBYTES >> 30} GiB are needed for synthesized checkpoints: make room",
     )
-    yield _ssd(folder, model)
+    yield _ssd(folder, lacks)
 
     chained, evaluated = dispatch_cost()
     yield (
@@ -83,13 +86,13 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         yield from _slots_of(Path(model))
 
 
-def _ssd(folder, model):
+def _ssd(folder, lacks):
     """What the SSD reads of the largest model file, if one is large enough."""
     files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dead link, no FIFO
     path = max(files, key=lambda f: f.stat().st_size, default=None)
     if path is None or path.stat().st_size < 8 * READ_NBYTES:
-        what = f"SSD: not measured, {folder.name}/ has no model file of 8 MB or more"
-        return model is not None, what, "name a model: python -m moelab check MODEL"
+        what = lacks or f"{folder.name}/ has no model file of 8 MB or more"
+        return not lacks, f"SSD: not measured, {what}", "name a model: python -m moelab check MODEL"
     how = drop_pages(path)
     cold, cold_4, warm, warm_4 = (
         read_speed(path, cold, n) / 1e9 for cold in (True, False) for n in (1, 4)

@@ -22,7 +22,7 @@ import ipywidgets
 import numpy as np
 from IPython.display import display
 
-from .. import DATA
+from ..shipped import shipped
 from . import charts, records
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Judged:
 
 def read(path: str | Path | None = None) -> list[dict[str, Any]]:
     """Read the claims of a file (None: ``data/claims.json``), in order."""
-    return json.loads(Path(path or DATA / "claims.json").read_text(encoding="utf-8"))
+    return json.loads(Path(path or shipped("claims.json")).read_text(encoding="utf-8"))
 
 
 def judge(claim: dict[str, Any]) -> Judged:

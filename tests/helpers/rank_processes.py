@@ -1,4 +1,4 @@
-"""Commands as the ranks of one ring on this machine, for tests: started, waited for, stopped."""
+"""Commands as the ranks of one ring on this machine, for tests: started, waited for."""
 
 import os
 import sys
@@ -18,16 +18,6 @@ def start(commands: list[list[str]], folder: Path) -> list[Popen]:
 
 
 def finish(processes: list[Popen], timeout_s: float = 240) -> list[CompletedProcess]:
-    """Wait for ranks; in the end none is left running."""
-    try:
-        outs = [p.communicate(timeout=timeout_s) for p in processes]
-        return [CompletedProcess(p.args, p.returncode, *out) for p, out in zip(processes, outs)]
-    finally:
-        stop(processes)
-
-
-def stop(processes: list[Popen]) -> None:
-    """End the processes that still run."""
-    for p in processes:
-        p.kill()
-        p.wait()
+    """Wait for ranks; conftest.py ends those that still run after the test."""
+    outs = [p.communicate(timeout=timeout_s) for p in processes]
+    return [CompletedProcess(p.args, p.returncode, *out) for p, out in zip(processes, outs)]

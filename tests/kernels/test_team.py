@@ -1,6 +1,7 @@
 """The team: pieces are computed once each, whoever is there, whatever else runs."""
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,7 @@ def test_a_fork_computes_too(count):
     team.run(count, counts.ctypes.data, pieces=8)
     pid = os.fork()
     if pid == 0:
+        signal.alarm(60)  # ends a child that waits for ever
         counts[:] = 0
         team.run(count, counts.ctypes.data, pieces=8)
         os._exit(0 if (counts == 1).all() else 1)

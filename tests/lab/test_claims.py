@@ -83,7 +83,7 @@ def test_a_figure_that_fails_names_its_claim():
 def test_a_scorecard_is_filtered(tmp_path, monkeypatch):
     both = [claim() | {"notebook": "02"}, claim(here=YES) | {"id": "X2"}]
     (tmp_path / "claims.json").write_text(json.dumps(both))
-    monkeypatch.setattr(claims, "DATA", tmp_path)
+    monkeypatch.setattr("moelab.shipped.DATA", tmp_path)
     verdict, notebook, shown = claims.browse(claims.scorecard(), "verdict", "notebook").children
     for control, value, there in ((verdict, "confirmed", "X2"), (notebook, "02", "")):
         control.value = value

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -330,6 +331,16 @@ def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(limits):
         assert greedy_logits(model, ids, 23).argmax(-1).tolist() == [*map(int, done.stdout.split())]
 
 
+def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
+    """They are not on an ordinary user's PATH on Debian."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(swap.NoSwap, match="may not swap to a file"), swap.swapping(MB, MB):
+        pass
+
+
+@pytest.mark.skipif(
+    os.environ.get("MOELAB_SYSTEM_TESTS") != "1", reason="swaps if MOELAB_SYSTEM_TESTS=1 allows it"
+)
 def test_a_model_that_is_swapped_gives_slots_back():
     """With a real swap file, a program that takes memory, and figures that say there is enough.
 

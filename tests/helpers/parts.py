@@ -1,0 +1,105 @@
+"""Runs the tests in parts, two at a time: a line for each, then what failed, then the sum.
+
+    python tests/helpers/parts.py [--all] [PART ...]
+
+``--all`` runs the slow tests too (conftest.py lists them), everything but the notebooks at full
+size. What pytest says of a part is in build/test-PART.log.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PARTS = {  # the longest first
+    "notebooks": ["--nbmake", "--nbmake-timeout=600", "notebooks"],
+    "streaming": ["tests/streaming", "tests/kernels"],
+    "files": [*map(str, sorted(ROOT.glob("tests/test_*.py"))), "tests/server"],
+    "lab": ["tests/lab"],
+    "speculation": ["tests/speculation", "tests/replay"],
+}
+AT_ONCE = 2  # MLX uses one core for each on a CPU
+SAY_S = 60  # seconds between two lines about how far a part is
+say = partial(print, end="", flush=True)  # a line at once: two threads print
+
+
+def run(part: str, with_slow: bool, started: list[subprocess.Popen]) -> tuple[Counter, str]:
+    """How many tests of a part passed, failed and were skipped, and lines on those that failed."""
+    words = [sys.executable, "-m", "pytest", *PARTS[part]]
+    words += [] if with_slow else ["-m", "not slow"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    if part == "notebooks" or not with_slow:
+        env |= {"MOELAB_FAST": "1", "MOELAB_FUZZ": "200"}
+    log, begin = ROOT / "build" / f"test-{part}.log", time.monotonic()
+    log.parent.mkdir(exist_ok=True)
+    say(f"{part}: begins\n")
+    with log.open("w") as out:
+        options = {"stdout": out, "stderr": out, "start_new_session": True}  # ``end`` ends it
+        started.append(p := subprocess.Popen(words, cwd=ROOT, env=env, **options))
+        while p.poll() is None:
+            try:
+                p.wait(SAY_S)
+            except subprocess.TimeoutExpired:
+                done = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace")) or ["0%"]
+                say(f"{part}: {done[-1]}\n")
+    lines = log.read_text(errors="replace").rpartition("short test summary")[2].splitlines()
+    sums = [line for line in lines if re.search(r"\d (passed|failed|skipped|error).* in \d", line)]
+    counts = Counter()
+    for number, what in re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(sums[-1:])):
+        counts["failed" if what == "error" else what] += int(number)
+    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if p.returncode and (p.returncode not in (1, 2) or not counts["failed"]):
+        counts["failed"] += 1
+        failed.append(f"pytest ended with status {p.returncode}: {''.join(lines[-1:])}")
+    say(f"{part}: {told(counts)} in {time.monotonic() - begin:.0f} s\n")
+    return counts, "\n".join([f"in build/{log.name}:", *failed] if failed else [])
+
+
+def told(counts: Counter) -> str:
+    """The counts in words."""
+    return ", ".join(f"{counts[what]} {what}" for what in ("passed", "failed", "skipped"))
+
+
+def end(process: subprocess.Popen) -> None:
+    """End pytest and what it started; notebooks go on after a Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+    with suppress(OSError):  # none is left
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def main(*words: str) -> int:
+    """Run parts of the tests; returns 1 if a test failed."""
+    parts = [word for word in words if word != "--all"] or [*PARTS]
+    if unknown := {*parts} - {*PARTS}:
+        sys.exit(f"expected parts of {', '.join(PARTS)}, got {', '.join(unknown)}")
+    started = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            runs = pool.map(partial(run, with_slow="--all" in words, started=started), parts)
+            counts, failed = zip(*runs)
+        except KeyboardInterrupt:
+            for process in started:
+                end(process)
+            raise
+    total = sum(counts, Counter())
+    print(*filter(None, failed), told(total), sep="\n")
+    return 1 if total["failed"] else 0
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        sys.exit(main(*sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
