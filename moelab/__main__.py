@@ -108,10 +108,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         _check_current_folder()
         args = parse(sys.argv[1:] if argv is None else argv)
-        if getattr(args, "json", None) is not None:
-            from .lab import records
+        for name in ("json", "out"):
+            if (path := getattr(args, name, None)) is not None:
+                from .checkpoint import check_writable
 
-            records.check_writable(args.json)
+                check_writable(path, f"{name} {path!r}")
         raise_at_ctrl_c()
         code = args.run(args) or 0
         sys.stdout.flush()

@@ -58,6 +58,14 @@ def repack(
     made = ("config.json", "model.safetensors.index.json")
     others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
     copied = [file for file in others if file.is_file()]
+    # The files of a Hub snapshot are links into one folder. A link to elsewhere may be to a secret.
+    places = {source.path.resolve(), *(file.resolve().parent for file in source.files)}
+    for file in copied:
+        if file.resolve().parent not in places:
+            raise CheckpointError(
+                f"{file}: expected a file beside the weights, got a link to {file.resolve()}. Copy "
+                "it to its place, or remove the link."
+            )
     with new_folder(out, total, progress) as (folder, bar):
         for i, layer in enumerate(layers):
             try:

@@ -326,6 +326,7 @@ def modify(file, later_ns=1_000_000):
 CHANGES = {
     "modified": modify,
     "restored": partial(modify, later_ns=0),  # by a backup, say: only the ctime shows it
+    "restored and linked": lambda file: (modify(file, 0), os.link(file, file.with_suffix(".2"))),
     "truncated": partial(os.truncate, length=5000),
 }
 
@@ -351,9 +352,10 @@ def test_file_linked_or_replaced_while_streamed(mode, damaged, want, tmp_path, f
     """An open file stays: the model goes on with its bytes until it is loaded again."""
     files = [*damaged.glob("*.safetensors")]
     with load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
-        for file in files:  # another link changes the ctime, but not the content
-            os.link(file, tmp_path / file.name)
-        np.testing.assert_allclose(generate(model), want, atol=1e-4)
+        # These change the ctime, but not the content.
+        for change in (lambda file: os.link(file, tmp_path / file.name), lambda f: f.chmod(0o640)):
+            [*map(change, files)]
+            np.testing.assert_allclose(generate(model), want, atol=1e-4)
         for file in files:
             new = file.with_suffix(".new")
             new.write_bytes(os.urandom(file.stat().st_size))

@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -202,7 +203,7 @@ def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
         assert text_of(command("generate", model, *SLOTS, *more)).removeprefix(end) == wanted
 
 
-def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe):
+def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe, monkeypatch):
     file = tmp_path / "p.safetensors"
     make = ["cache-prompt", MODEL, *SLOTS, "--prompt", "x", "--prompt-cache-file"]
     use = [*SLOTS, "--prompt", "x", "--prompt-cache-file", file]
@@ -214,7 +215,9 @@ def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe):
     file.unlink()
     command(*make, file)
     assert "tiny-moe" in command("generate", random_tiny_moe, *use, code=1)
-    for wrong in (tmp_path / "no" / "p.safetensors", tmp_path / "p.npz", tmp_path):
+    monkeypatch.setattr("moelab.commands.cache_prompt.load", None)  # it is not even begun
+    cannot = tmp_path / "no" / "p.safetensors", Path("/proc/p.safetensors")
+    for wrong in (*cannot, tmp_path / "p.npz", tmp_path):
         assert str(wrong) in command(*make, wrong, code=1)
 
 

@@ -2,6 +2,8 @@
 
 import io
 import os
+import pkgutil
+import resource
 import shutil
 
 import families
@@ -12,6 +14,7 @@ from greedy import greedy_logits
 
 import moelab
 from moelab import repack as repack_module
+from moelab.__main__ import main
 from moelab.checkpoint import Checkpoint
 from moelab.experts import locate_experts
 from moelab.repack import PAGE_NBYTES, repack
@@ -123,6 +126,45 @@ def test_an_interrupted_run_leaves_nothing(step, moe, tmp_path, monkeypatch):
     repack(moe, out, progress=False)
     assert list(tmp_path.iterdir()) == [out]
     assert out.stat().st_mode == moe.stat().st_mode
+
+
+@pytest.mark.parametrize("step", (STEPS[0], "mlx.core.save_safetensors"))
+def test_a_disk_that_takes_no_more(step, moe, tmp_path, monkeypatch, capsys):
+    """Files of 10 kB are too large from a step on, as for a user with a quota."""
+    limits, write = resource.getrlimit(resource.RLIMIT_FSIZE), pkgutil.resolve_name(step)
+
+    def limited(*args, **kwargs):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(step, limited)
+    try:
+        code = main(["repack", str(moe), str(out := tmp_path / "out"), "--quiet"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = capsys.readouterr().err
+    assert code == 1 and f"moelab: nothing was written, there is no {out}: " in said
+    assert said.find("\n") == len(said) - 1 and not list(tmp_path.iterdir())
+
+
+def test_links_in_a_source(moe, tmp_path):
+    """A snapshot of the Hub is packed; a link to elsewhere, which may be a secret, is not."""
+    blobs, source = shutil.copytree(moe, tmp_path / "blobs"), tmp_path / "snapshots" / "main"
+    (blobs / "notes.txt").write_text("ours")
+    (secret := tmp_path / "secret").write_text("mine")
+    source.mkdir(parents=True)
+    for file in blobs.iterdir():
+        (source / file.name).symlink_to(file)
+    out = repack(source, tmp_path / "out", progress=False)
+    assert (out / "notes.txt").read_text() == "ours"
+    assert not any(file.is_symlink() for file in out.iterdir())
+    (source / "folder").symlink_to(tmp_path)
+    (source / "token").symlink_to(secret)
+    with pytest.raises(moelab.CheckpointError, match=f"{source}/token: .*a link to {secret}"):
+        repack(source, tmp_path / "other", progress=False)
+    (source / "token").unlink()
+    repack(source, tmp_path / "other", progress=False)
+    assert {f.name for f in (tmp_path / "other").iterdir()} == {f.name for f in out.iterdir()}
 
 
 @pytest.mark.parametrize("name", ("model.safetensors", "tokenizer.json"))

@@ -17,6 +17,7 @@ from .checkpoint import (
 )
 from .files import (
     CheckpointError,
+    check_writable,
     describe,
     new_folder,
     read_json,

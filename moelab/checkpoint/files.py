@@ -73,6 +73,19 @@ def check_parts(value, like, where):
             check_parts(item, like[0], where)
 
 
+def check_writable(path: str | Path, what: str) -> None:
+    """Refuse, before the work for it, a file that could not be written; none is made."""
+    path = Path(path)
+    parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is there already, and no plain file")
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"{what}: cannot be written: {why}. Name another.") from error
+
+
 @contextmanager
 def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, tqdm]]:
     """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
@@ -101,10 +114,13 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
                 _to_disk(path)
             os.rename(folder, out)
         _to_disk(parent)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError, RuntimeError) as error:  # MLX's writes raise the last
         if os.path.lexists(out):
             raise
-        raise KeyboardInterrupt(f"nothing was written, there is no {out}") from None
+        words = f"nothing was written, there is no {out}"
+        if isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(words) from None
+        raise OSError(f"{words}: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _to_disk(path):

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,6 +9,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 from .. import StreamConfig, load
+from ..checkpoint import check_writable
 from ..prompt import encode, render
 from ..speculation.target import vocabulary
 from ..streaming.session import session_of
@@ -62,7 +62,8 @@ def _check_file(file):
         raise ValueError(
             f"{file}: expected a file that ends in .safetensors, in a folder that there is"
         )
-    if not os.path.lexists(file):
+    check_writable(file, str(file))
+    if not file.exists():
         return
     try:
         metadata = mx.load(str(file), return_metadata=True)[1]

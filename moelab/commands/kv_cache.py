@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Iterable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import (
+    LRUPromptCache,
     QuantizedKVCache,
     RotatingKVCache,
     load_prompt_cache,
@@ -26,7 +27,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from ..checkpoint import Checkpoint, describe, read_header, try_out
+from ..checkpoint import Checkpoint, check_writable, describe, read_header, shorten, try_out
 from ..speculation.drafts import Draft, LookupDraft, TokenCache
 from ..streaming.build import build_model
 from ..streaming.config import StreamConfig
@@ -191,27 +192,22 @@ class PromptFiles:
     def __init__(self, args: argparse.Namespace, config: StreamConfig, draft: Draft | None = None):
         self._draft, self._made, self._unread = draft, _made_by(args, config), _unread(args, config)
         self._folder, self._found = Path(args.prompt_cache_dir), set()
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self._folder).close()
-        except OSError as error:
-            raise ValueError(
-                f"--prompt-cache-dir {self._folder}: expected a folder to write files in "
-                f"({describe(error)}). Give another."
-            ) from error
+        check_writable(self._folder / "prompt", f"--prompt-cache-dir {self._folder}")
+        self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, most: int, nbytes: int) -> list[Prompt]:
         """Read the newest ``most`` prompts whose files take ``nbytes`` together; oldest first."""
-        prompts, files = [], self._folder.glob("prompt-????????????????.safetensors")
-        for file in sorted(files, key=lambda f: f.stat().st_mtime_ns, reverse=True)[:most]:
-            nbytes -= file.stat().st_size
+        prompts, files = [], []
+        for file in self._folder.glob("prompt-????????????????.safetensors"):
+            with _left_alone(file):
+                files.append((file.stat().st_mtime_ns, file.stat().st_size, file))
+        for _, size, file in sorted(files, reverse=True)[:most]:
+            nbytes -= size
             if nbytes < 0:
                 break
-            try:
+            with _left_alone(file):
                 prompts.append(self._prompt(file))
                 self._found.add(file)
-            except Exception as error:  # mlx-lm's code and MLX may raise anything
-                print(f"moelab: {file}: left alone: {describe(error)}", file=sys.stderr)
         return prompts[::-1]
 
     def _prompt(self, file):
@@ -219,11 +215,13 @@ class PromptFiles:
         checkpoint, model = self._unread
         of_model = cache[: len(make_prompt_cache(model))]  # those of a draft come after them
         _check_fit(of_model, checkpoint.path, checkpoint.path, checkpoint, model)
-        tokens = json.loads(about["tokens"])
+        tokens, kind = json.loads(about["tokens"]), about["kind"]
+        if {*map(type, tokens)} != {int} or kind not in LRUPromptCache().stats_by_type():
+            raise ValueError(f"expected tokens and mlx-lm's kind of them, got {tokens} and {kind}")
         if isinstance(self._draft, LookupDraft):
             cache += self._draft.make_cache()
             cache[-1].tokens = tokens[:]
-        return tokens, cache, about["kind"]
+        return tokens, cache, kind
 
     def write(self, prompts: Iterable[Prompt]) -> None:
         """Write prompts, oldest first, and delete the files of others that were read."""
@@ -232,15 +230,23 @@ class PromptFiles:
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
             file = self._folder / f"prompt-{name}.safetensors"
             self._found.discard(file)
-            try:
+            with _left_alone(file):
                 if not file.exists():
                     arrays = [c for c in cache if not isinstance(c, TokenCache)]
                     write_prompt_cache(file, arrays, about)
                 os.utime(file, ns=(time.time_ns(),) * 2)  # by which ``read`` finds the newest
-            except (OSError, ValueError) as error:
-                print(f"moelab: {file}: {describe(error)}", file=sys.stderr)
         for file in self._found:
-            file.unlink(missing_ok=True)
+            with _left_alone(file):
+                file.unlink(missing_ok=True)
+
+
+@contextmanager
+def _left_alone(file):
+    """Print what is wrong with one file, so that it does not concern the others."""
+    try:
+        yield
+    except Exception as error:  # mlx-lm's code and MLX may raise anything
+        print(f"moelab: {shorten(file)}: left alone: {describe(error)}", file=sys.stderr)
 
 
 def _made_by(args, config):

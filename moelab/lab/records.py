@@ -16,7 +16,6 @@ import random
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -351,22 +350,6 @@ def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = No
         print(text)
     if path is not None:
         save(path, samples)
-
-
-def check_writable(path: str | Path) -> None:
-    """Refuse a path that ``save`` could not write; no file is made."""
-    path = Path(path)
-    parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError("it is there and is no plain file")
-        with tempfile.TemporaryFile(dir=parent):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"json {str(path)!r}: expected a file that can be written, "
-            f"but {error.strerror or error}. Name another."
-        ) from error
 
 
 def _plain(value):

@@ -8,10 +8,12 @@ from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
+from fake_served import TOKENIZER
 from in_process import MODEL, PROMPTS, SERVERS, chat, complete, serving, started, two_servers, user
 from mlx_lm.sample_utils import make_sampler
 
 from moelab.commands.server.ask import Ask
+from moelab.commands.server.engine import _Text
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,12 @@ def test_the_text_is_that_of_mlx_lm(client, texts):
     assert answer.choices[0].message.content == text
     assert answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 16
+
+
+def test_texts_that_wait_have_one_prompt():
+    """128 of a request's texts would take 1 kB for each of its tokens."""
+    ask = Ask([5] * 1000, 1)
+    assert all(_Text(i, ask, None, TOKENIZER).tokens is ask.tokens for i in range(2))
 
 
 @every_server

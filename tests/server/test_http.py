@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from fake_served import fake_served
+from fake_served import fake_served, wrapped
 from in_process import MODEL, SERVERS, SLOTS, Here, listening, serving
 from speaker import Speaker
 
@@ -26,28 +27,32 @@ from moelab import DATA
 from moelab.__main__ import main
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part
-from moelab.commands.server.completions import Completions
+from moelab.commands.server.completions import Chat, Completions
 from moelab.lab import limit
 
 
 class Dialect(Completions):
     """Completions, each of which may take long to check."""
 
-    busy, most, slow_s = 0, 0, 0
+    busy, slow_s = 0, 0
 
     def __init__(self, body, served):
         Dialect.busy += 1
-        Dialect.most = max(Dialect.most, Dialect.busy)
         time.sleep(self.slow_s)
         Dialect.busy -= 1
         super().__init__(body, served)
 
 
+SLOW = "{% if messages[0].content == 'slow' %}" + "{% for a in range(99999) %}" * 2
+SLOW += "{% endfor %}" * 2 + "{% endif %}x"  # a template that does not end
+
+
 @pytest.fixture
 def fake():
     """A client of a fake engine, which has its ``engine``; pages of one origin may ask, too."""
-    engine = Speaker(pause_s=0.01)
-    app = http.app(engine, fake_served(), [Dialect], ["http://a.org"])
+    engine, served = Speaker(pause_s=0.01), fake_served()
+    served.tokenizer = wrapped(SLOW)
+    app = http.app(engine, served, [Dialect, Chat], ["http://a.org"])
     with listening(app, engine) as url, httpx.Client(base_url=url, timeout=30) as fake:
         fake.engine = engine
         yield fake
@@ -129,18 +134,7 @@ def test_an_error_of_the_engine(fake, caplog, error):
 
 
 def test_large_bodies(fake, monkeypatch):
-    """They are checked one after another, also after one whose client is gone, and refused earlier
-    if memory is short."""
-    monkeypatch.setattr(Dialect, "slow_s", 0.1)
-    with ThreadPoolExecutor(4) as threads:
-        for size, alone in ((20_000, True), (10, False)):
-            Dialect.most = 0
-            with connected(fake.base_url) as gone:
-                gone.sendall(request_bytes(prompt="x" * size))
-                wait_for(lambda: Dialect.busy)
-            answers = threads.map(lambda size: ask(fake, prompt="x" * size), [size] * 4)
-            assert {answer.status_code for answer in answers} == {200}
-            assert (Dialect.most == 1) == alone
+    """They are refused earlier if memory is short."""
     for parts, status in (([b'{"prompt"', b': "x"}'], 200), ([b"x" * 2**20] * 5, 413)):
         assert fake.post("/completions", content=iter(parts)).status_code == status
     for free, most in ((2 * 260 * 20_000, 20_000), (-1, 2**14)):
@@ -149,15 +143,67 @@ def test_large_bodies(fake, monkeypatch):
         assert ask(fake, prompt="x" * most).status_code == 413
 
 
-@pytest.mark.parametrize("origin, status", [(None, 200), ("http://a.org", 200), ("null", 403)])
-def test_web_pages_may_ask_if_allowed(fake, origin, status):
+def test_what_all_requests_hold_together(fake, monkeypatch):
+    """There is room again for those that left or were answered. Large ones leave room for small."""
+    held = http._held
+    monkeypatch.setattr(http, "memory_now", lambda: (0, 2 * 260 * 300_000))
+
+    def fill(part, most):
+        """Requests that hold their places, whole or in part."""
+        first, *others = (stack.enter_context(connected(fake.base_url)) for _ in range(most))
+        for n, connection in enumerate((first, *others), 1):
+            connection.sendall(part)
+            wait_for(lambda n=n: [*held.values()] == [len(part.partition(b"\r\n\r\n")[2])] * n)
+        return first
+
+    def asked(size):
+        return ask(fake, prompt="x" * size)
+
+    with ExitStack() as stack:
+        large = request_bytes(prompt="x" * 120_000)
+        first = fill(large[:-1], 2)
+        refused = asked(120_000)
+        assert refused.status_code == 503 and "try again" in refused.text and len(held) == 2
+        assert asked(10).status_code == 200
+        first.sendall(large[-1:])
+        assert b" 200 OK" in first.makefile("rb").readline()
+        wait_for(lambda: len(held) == 1)
+        assert asked(120_000).status_code == 200
+    wait_for(lambda: not held)
+    with ExitStack() as stack:
+        fake.engine.pause_s = 30
+        fill(request_bytes(prompt="x" * 16_000), 18)
+        assert asked(16_000).status_code == 503
+    wait_for(lambda: not held)
+    fake.engine.pause_s = 0
+    assert asked(16_000).status_code == 200
+
+
+def test_a_template_that_does_not_end(fake, monkeypatch):
+    """It keeps nothing: neither its place nor a thread."""
+    messages = [{"role": "user", "content": said} for said in ("slow", "x" * 20_000)]
+    monkeypatch.setattr(http, "CHECK_S", 0.5)
+    answer = fake.post("/chat/completions", json={"messages": messages})
+    assert answer.status_code == 503 and "endless template" in answer.text
+    monkeypatch.setattr(http, "CHECK_S", 60)
+    assert fake.post("/chat/completions", json={"messages": messages[1:]}).status_code == 200
+    wait_for(lambda: not (http._held or any("_check" in t.name for t in threading.enumerate())))
+
+
+ORIGINS = [(None, 200), ("http://a.org", 200), ("null", 403), ("\x1b[2Jred", 403)]
+
+
+@pytest.mark.parametrize("origin, status", ORIGINS)
+def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
     """Nothing is computed for others, and they may not read any answer, which is not lost although
     the connection closes after it."""
+    caplog.set_level("INFO")
     headers = {"Connection": "close"} | ({"Origin": origin} if origin else {})
     answer = fake.post("/completions", json={"prompt": "x" * 10**6}, headers=headers)
     assert answer.status_code == status and len(fake.engine.tells) == (status == 200)
     allowed = origin if status == 200 else None
     assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+    assert ("--allowed-origins" in caplog.text) == (status == 403) and "\x1b" not in caplog.text
     headers = {"Origin": origin or "x", "Access-Control-Request-Method": "POST"}
     assert fake.options("/completions", headers=headers).is_success == bool(allowed)
 
@@ -229,8 +275,8 @@ PROMPTS = ["class Stack:", "for i in range(10):", "import numpy as np\n\ndef sof
 
 
 @contextmanager
-def process(folder, *options, limit_nbytes=None, times=1):
-    """The command as a user starts it, which so many Ctrl-C end; its log is in the folder."""
+def process(folder, *options, limit_nbytes=None, ends=(signal.SIGINT,), nohup=False):
+    """The command as a user starts it, which signals end; its log is in the folder."""
     command, log = (sys.executable, "-m", "moelab", "serve", str(MODEL)), folder / "log"
     with ExitStack() as stack:
         out = stack.enter_context(open(log, "w"))
@@ -238,14 +284,16 @@ def process(folder, *options, limit_nbytes=None, times=1):
             prepared = stack.enter_context(limit.limited(limit_nbytes))
         except limit.NoLimit as error:
             pytest.skip(str(error))
-        command = [*prepared.prefix, *command, "--port", "0", *options]
+        command = [*prepared.prefix, *["nohup"] * nohup, *command, "--port", "0", *options]
         process = stack.enter_context(
             subprocess.Popen(command, stderr=out, cwd=DATA.parent, preexec_fn=prepared.before_exec)
         )
         stack.callback(process.kill)
-        yield Here(wait_for(lambda: re.search(r"http://\S+/v1", log.read_text()))[0])
-        for _ in range(times):
-            process.send_signal(signal.SIGINT)
+        server = Here(wait_for(lambda: re.search(r"http://\S+/v1", log.read_text()))[0])
+        server.send_signal = process.send_signal
+        yield server
+        for end in ends:
+            process.send_signal(end)
             time.sleep(0.05)
         assert process.wait(30) == 0 and "Traceback" not in log.read_text()
         assert max(map(len, log.read_text().splitlines())) < 1200
@@ -337,8 +385,18 @@ def test_a_hostile_crowd(draft, tmp_path):
         assert {200, 400} <= statuses <= {None, 200, 400, 404, 405, 413, 503}
 
 
-SLOW = "{% if messages[0].content == 'slow' %}" + "{% for a in range(99999) %}" * 2
-SLOW += "{% endfor %}" * 2 + "{% endif %}x"  # a template that does not end
+@pytest.mark.parametrize("end, nohup", [(signal.SIGHUP, False), (signal.SIGTERM, True)])
+def test_a_hang_up(end, nohup, tmp_path):
+    """Of the terminal: it ends the server, which keeps its prompts, unless it was told to stay."""
+    kept = tmp_path / "kept"
+    options = (*SLOTS, "--prompt-cache-dir", str(kept))
+    with process(tmp_path, *options, ends=[end], nohup=nohup) as server:
+        for _ in range(1 + nohup):
+            assert completion(server, PROMPTS[2] * 9)[0] == 200 and not any(kept.iterdir())
+            if nohup:
+                server.send_signal(signal.SIGHUP)
+                time.sleep(0.3)
+    assert any(kept.iterdir())
 
 
 @pytest.mark.parametrize("options, times", [(DRAFT, 1), (SLOTS, 3)])
@@ -348,7 +406,8 @@ def test_ctrl_c(options, times, tmp_path):
     slow = request_bytes("/v1/chat/completions", messages=[{"role": "user", "content": "slow"}])
     answers = []
     with ExitStack() as stack:
-        with process(tmp_path, *options, "--chat-template", SLOW, times=times) as server:
+        ends = [signal.SIGINT] * times
+        with process(tmp_path, *options, "--chat-template", SLOW, ends=ends) as server:
             for sent in (slow, text, *[text[:-1]] * 14, text[:40], b""):
                 connection = stack.enter_context(connected(server.url))
                 connection.sendall(sent)

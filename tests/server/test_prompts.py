@@ -145,7 +145,7 @@ def saved(folder, *texts, size=10, **options):
     for text in texts:
         prompts.keep(text, read(recurrent.tiny(), text)[0], "user")
     prompts.close()
-    return sorted(folder.iterdir(), key=lambda f: f.stat().st_mtime_ns)
+    return sorted(folder.iterdir(), key=lambda f: f.lstat().st_mtime_ns)
 
 
 def cached(prompts, *texts):
@@ -209,11 +209,18 @@ def test_files_that_are_left_alone(tmp_path, capsys):
     del about["checksum"]
     save_prompt_cache(str(unchecked), cache, about)
     before = damaged.read_bytes(), unchecked.read_bytes()
-    assert {damaged, folder, unchecked} < {*saved(tmp_path, TEXT[9:])}
+    whys = {damaged: "damaged", folder: "file", unchecked: "options"}
+    for i, (kind, tokens) in enumerate((("x", "[1]"), ("user", "[]"), ("user", '["1"]'))):
+        file = tmp_path / f"prompt-{i:016}.safetensors"
+        kv_cache.write_prompt_cache(file, cache, about | {"kind": kind, "tokens": tokens})
+        whys[file] = "expected tokens and"
+    (link := tmp_path / f"prompt-{15 * 'x'}\x1b.safetensors").symlink_to("nowhere")
+    whys[link] = "FileNotFoundError"
+    assert whys.keys() < {*saved(tmp_path, TEXT[9:])}
     assert before == (damaged.read_bytes(), unchecked.read_bytes())
     lines = "\n".join(sorted(capsys.readouterr().err.splitlines()))
-    whys = {damaged: "damaged", folder: "file", unchecked: "options"}
-    assert re.fullmatch("\n".join(f".*{f}: left alone: .*{whys[f]}.*" for f in sorted(whys)), lines)
+    wanted = sorted(f".*{f}: left alone: .*{why}.*".replace("\x1b", " ") for f, why in whys.items())
+    assert re.fullmatch("\n".join(wanted), lines)
     assert cached(restored(tmp_path), *TEXTS) == [0, 0, 0, 57]
 
 
@@ -238,7 +245,7 @@ def test_what_must_be_the_same(tmp_path, random_tiny_moe, capsys):
 def test_folders_and_disks_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "x", "/proc/x"):
-        with pytest.raises(ValueError, match=f"--prompt-cache-dir {folder}: .* Give another"):
+        with pytest.raises(ValueError, match=f"--prompt-cache-dir {folder}: .* Name another"):
             files_of(folder)
 
     def full(name, *_):

@@ -42,7 +42,7 @@ class _Text:
 
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
-        self.tokens, self.prompt_size = list(ask.tokens), len(ask.tokens)
+        self.tokens, self.prompt_size = ask.tokens, len(ask.tokens)  # a copy once it is opened
         self.place = "waiting"  # for memory; then it is "reading" its prompt, "alone" or in "batch"
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # its number in the batch
@@ -246,6 +246,7 @@ class Engine:
     def _open(self, text):
         """Find what is known of a prompt, and where it is read."""
         model, ask, cuts = self.model, text.ask, dict(text.ask.cuts)
+        text.tokens = ask.tokens[:]
         text.processors = make_logits_processors(**ask.penalties)
         text.sampler = _with_own_numbers(make_sampler(**ask.sampling), ask.seed)
         self.prompts.make_way()

@@ -1,6 +1,7 @@
 """The server of HTTP: routes, errors, and limits on what clients send and on their silence."""
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -9,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,11 @@ SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so 
 KEEPALIVE_S = 10  # between the comments in a stream that has nothing to say
 GRACE_S = 2  # at Ctrl-C, clients have so long to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 for each of 256k tokens
-SMALL_NBYTES = 2**14  # larger ones are checked one after another, and refused if memory is short
+SMALL_NBYTES = 2**14  # of such a request, of which 16 are taken however short memory is
 TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text
+CHECK_S = 60  # a request is refused whose check takes longer: its chat template may have no end
 BODY = TypeAdapter(dict[str, Any])
+_held = {}  # bytes of each request that is large or whole, until it is answered
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
 UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
 
@@ -59,15 +62,13 @@ def _error(dialect, error):
     """What a client is told of an error, and the status."""
     passes = isinstance(error, MemoryError | asyncio.CancelledError)  # another try may succeed
     status = 503 if passes else getattr(error, "status", 500)
-    words = describe(error) if status == 500 else str(error)[:1000]
+    words = describe(error) if status == 500 else shorten(error, 1000)
     logging.log(logging.ERROR if status >= 500 else logging.INFO, words)
     return dialect.error(words, getattr(error, "param", None), status), status
 
 
 class _Endpoint:
     """Answers the requests of a dialect (an application of ASGI)."""
-
-    large = threading.Lock()  # one large request is checked at a time
 
     def __init__(self, dialect, engine, served, origins):
         self.dialect, self.engine, self.served, self.origins = dialect, engine, served, origins
@@ -92,12 +93,19 @@ class _Endpoint:
             await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
         try:
-            body = await self._read(request)
+            check = threading.Thread(target=self._check, args=(await self._read(request), tell))
+            check.daemon = True  # so that the process ends
+            check.start()
+            asked, _ = await _next(told, CHECK_S)
+            if asked is None:  # the thread ends, but native code first
+                given = ctypes.c_ulong(check.ident), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(*given)
+                words = f"body: the check took more than {CHECK_S} s (an endless template?)"
+                raise Refused(words, status=503)
+            if await request.is_disconnected():
+                raise ClientDisconnect
             watch = asyncio.create_task(receive())  # it ends when the client is gone
             watch.add_done_callback(lambda _: tell(ClientDisconnect()))
-            # A daemon: a template that never ends must not keep the process alive.
-            threading.Thread(target=self._check, args=(body, tell), daemon=True).start()
-            asked, _ = await _next(told)
             await self._answer(asked, write, told, tell)
         except ClientDisconnect:
             logging.info("%s: the client has gone", scope["path"])
@@ -105,28 +113,41 @@ class _Endpoint:
             words, status = _error(self.dialect, error)
             with suppress(asyncio.CancelledError):  # of a client that takes nothing
                 await write(words, status=status)
+        finally:
+            _held.pop(request, None)
 
     async def _read(self, request):
-        """Read a body to its end, also one that is too long: its client would lose the answer."""
-        most = max(SMALL_NBYTES, min(MOST_NBYTES, memory_now()[1] // 2 // TOKENS_NBYTES))
-        body, origin = bytearray(), request.headers.get("origin")
-        async for part in request.stream():
-            body += part[: most + 1 - len(body)]
-        if origin and not {"*", origin}.intersection(self.origins):
-            raise Refused(f"Origin: {origin[:100]} is not in --allowed-origins", status=403)
-        if len(body) > most:
-            raise Refused(f"body: expected at most {most} bytes, got more", status=413)
-        return body
+        """Read a body to its end, also one that is refused: its client would lose the answer."""
+        parts, body, origin = request.stream(), bytearray(), request.headers.get("origin")
+        free = memory_now()[1] // 2 // TOKENS_NBYTES
+        longest, most = max(SMALL_NBYTES, min(MOST_NBYTES, free)), max(16 * SMALL_NBYTES, free)
+        try:
+            if origin and not {"*", origin}.intersection(self.origins):
+                raise Refused(f"Origin: {origin[:100]} is not in --allowed-origins", status=403)
+            async for part in parts:  # the last is empty
+                body += part
+                large = len(body) > SMALL_NBYTES
+                if len(body) > longest:
+                    raise Refused(f"body: expected at most {longest} bytes, got more", status=413)
+                _held[request] = len(body) if large or not part else 0
+                if sum(n for n in _held.values() if (n > SMALL_NBYTES) == large) > most:
+                    raise Refused("too many requests at once: try again later", status=503)
+            return body
+        except Refused:
+            _held.pop(request, None)
+            body = part = b""
+            async for _ in parts:
+                pass
+            raise
 
     def _check(self, body, tell):
         """Check a body, and put the request or the error on the queue."""
         try:
-            with self.large if len(body) > SMALL_NBYTES else nullcontext():
-                tell(self.dialect(BODY.validate_json(body), self.served))
+            tell(self.dialect(BODY.validate_json(body), self.served))
         except ValidationError as error:
             tell(Refused(f"body: {error.errors()[0]['msg']}"))
-        except Exception as error:
-            tell(error)
+        except (Exception, SystemExit) as error:
+            tell(error.with_traceback(None))  # which would keep the body
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
@@ -168,7 +189,10 @@ def listen(host: str, port: int) -> socket.socket:
     """Listen, so that clients wait until there is a ``Server``; ValueError says why that fails."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address, family=family, backlog=1024)
+        made = socket.create_server(address, family=family, backlog=1024)
+        # uvicorn takes what waits: 180 kB for each of 1,500 clients where the system decides.
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
+        return made
     except OSError as error:
         raise ValueError(f"serve: --host {host} --port {port}: {error}. Give another.") from error
 
@@ -185,14 +209,16 @@ class Server(uvicorn.Server):
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
-        signal.signal(signal.SIGINT, self.handle_exit)  # until the process ends
+        for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # until the process ends
+            if signal.getsignal(ends) is not signal.SIG_IGN:  # nohup has a hang-up ignored
+                signal.signal(ends, self.handle_exit)
         try:
             self.run([self.socket])
         finally:
             self.engine.stop()
 
     def handle_exit(self, *_):
-        """End without an exception, at which MLX aborts; at the fourth Ctrl-C at once."""
+        """End without an exception, at which MLX aborts; at the fourth signal at once."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
             os._exit(130)
