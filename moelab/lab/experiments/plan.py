@@ -375,8 +375,8 @@ def run(args: argparse.Namespace) -> None:
     only = [flag for flag in ("--ssd", "--chip", "--cores") if getattr(args, flag[2:]) is not None]
     if only:
         args.error(
-            f"{' and '.join(only)}: expected a model by name (see --help), got {args.model}: a "
-            "folder is measured on this machine"
+            f"{' and '.join(only)}: expected a model by name (see --help), got {args.model}, "
+            "which is on this disk and measured on this machine"
         )
     print(of_folder(path, args.ram, args.prompt))
 
