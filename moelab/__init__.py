@@ -16,10 +16,14 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 _HOMES = {  # the module that each public name comes from
     "CheckpointError": "checkpoint",
+    "DFlashDraft": "speculation.dflash",
     "Footprint": "streaming.plan",
+    "LookupDraft": "speculation.drafts",
+    "MTPDraft": "speculation.mtp",
     "ModelDraft": "speculation.drafts",
     "Plan": "streaming.plan",
     "ReadError": "streaming.reading.file",
+    "Rollback": "speculation.rollback",
     "Stats": "streaming.session",
     "StreamConfig": "streaming.config",
     "Trace": "streaming.trace",
@@ -33,6 +37,10 @@ _HOMES = {  # the module that each public name comes from
     "stats": "streaming.session",
 }
 __all__ = ["DATA", *_HOMES]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str):

@@ -7,11 +7,16 @@ status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C, 141 if nobod
 import argparse
 import importlib
 import os
+import re
 import signal
 import sys
 import textwrap
+from difflib import get_close_matches
+from pathlib import Path
 
 from tqdm import tqdm
+
+from . import __version__
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
@@ -44,7 +49,7 @@ class _Once(argparse.Action):
     def __call__(self, parser, namespace, values, option_string=None):
         given = namespace.__dict__.setdefault("given", set())
         if self.dest in given:
-            parser.error(f"{option_string} is there twice: leave one of them out")
+            parser.error(f"{option_string or self.metavar} is there twice: leave one of them out")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
 
@@ -52,11 +57,12 @@ class _Once(argparse.Action):
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command's arguments, with its ``run`` among them."""
     parser = argparse.ArgumentParser(
-        prog="python -m moelab",
+        prog="moelab" if Path(sys.argv[0]).stem == "moelab" else "python -m moelab",
         description="Mixture-of-Experts decoding with the experts on disk.",
         allow_abbrev=False,
         formatter_class=_Help,
     )
+    parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     given = next((word for word in argv if word in COMMANDS), None)
     for name, (module_name, help_text) in COMMANDS.items():
@@ -68,16 +74,54 @@ def parse(argv: list[str]) -> argparse.Namespace:
             with tqdm(desc=f"moelab {name} starts", bar_format="{desc}", leave=False, disable=None):
                 module = importlib.import_module(f"{__package__}.{module_name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run, error=command.error)
+            needed = [a for a in command._actions if a.required or not a.option_strings]
+            needed = [" ".join([*a.option_strings[-1:], a.metavar]) for a in needed]
+            command.usage = f"%(prog)s [options] {' '.join(needed)}"
+            _check_options(name, command, argv[argv.index(name) + 1 :])
+            flags = {a.dest: a.option_strings[-1] for a in command._actions if a.option_strings}
+            command.set_defaults(run=module.run, error=command.error, flags=flags)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        args.error(f"{given} does not take {' '.join(unknown)}: leave it out")
+        advice = "leave it out, or put quotes around a value with blanks"
+        args.error(f"{given} does not take {unknown[0]}: {advice}")
     if given not in DIVIDED and "MLX_RANK" in os.environ:
         args.error(
             f"{given} runs in one process, but mlx.launch started this one: only "
             f"{' and '.join(DIVIDED)} divide a model's experts. Start it by itself"
         )
     return args
+
+
+def _check_options(name, command, words):
+    """End the command at an option that it does not have, and say which one may be meant."""
+    known = {option: option for action in command._actions for option in action.option_strings}
+    for action in command._actions:
+        if not action.option_strings:
+            known.setdefault(f"--{action.dest}", f"{action.metavar}, without a flag before it")
+    for word in words[: words.index("--") if "--" in words else None]:
+        option, _, value = word.partition("=")
+        if not option.startswith("--") or " " in option:  # a value, for argparse
+            continue
+        if value == "--":  # argparse of Python 3.11 makes an empty list of it
+            command.error(f"argument {option}: expected a value, got '--'")
+        if known.get(option) != option:
+            near = [o for o in known if o.startswith(option) or option.startswith(o)]
+            near = near[:3] or get_close_matches(option, known, 1, 0.75)
+            meant = " or ".join(known[o] for o in near)
+            advice = f"did you mean {meant}?" if near else f"leave it out ({command.prog} --help)"
+            command.error(f"{name} does not take {option}: {advice}")
+
+
+def _as_typed(text, flags):
+    """An error's text with the options that a user typed in place of names in Python."""
+
+    def flag(found):
+        name = found[1] or found[2] or found[3]
+        return flags.get(name, name)
+
+    text = re.sub(r"StreamConfig\((\w+)='(\w+)'\)", r"StreamConfig.\1 \2", text)
+    names = r"StreamConfig\.(\w+)|(?<![\w/.'-])(?:(\w+)(?==)|(\w+_\w+)\b(?![/-]))"  # not of paths
+    return re.sub(names, flag, text)
 
 
 def _end(*_):
@@ -105,14 +149,16 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    flags = {}
     try:
         _check_current_folder()
         args = parse(sys.argv[1:] if argv is None else argv)
+        flags = args.flags
         for name in ("json", "out"):
             if (path := getattr(args, name, None)) is not None:
                 from .checkpoint import check_writable
 
-                check_writable(path, f"{name} {path!r}")
+                check_writable(path, f"{flags.get(name, name.upper())} {path!r}")
         raise_at_ctrl_c()
         code = args.run(args) or 0
         sys.stdout.flush()
@@ -127,8 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # in one line
-        plain = isinstance(error, OSError) and error.strerror and not error.filename
-        said = f"moelab: {error.strerror if plain else error}"
+        said = str(error)
+        if isinstance(error, OSError) and error.strerror:  # without Python's "[Errno 2]"
+            said = f"{error.filename}: " * bool(error.filename) + error.strerror
+        said = f"moelab: {_as_typed(said, flags)}"
         said = "".join(c if c.isprintable() or c == "\n" else "?" for c in said)  # names of files
         print(said, file=sys.stderr)
         return 1
@@ -155,9 +203,14 @@ def _flush_or_drop(out):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
-if __name__ == "__main__":
+def start() -> None:
+    """Run this process's command, and end the process: ``moelab``, or ``python -m moelab``."""
     end_at_ctrl_c()
     code = main()
     if code == INTERRUPTED:  # a kernel that was being compiled cannot be closed: report nothing
         sys.unraisablehook = lambda unraisable: None
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    start()

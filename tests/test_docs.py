@@ -4,6 +4,7 @@ No measured number is typed into prose: it would not follow its record. ``MEASUR
 counts as one, ``NO_PROSE`` what may stand. A setting with a unit is written as code: `100 MB/s`.
 """
 
+import pydoc
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import readme
 import yaml
 from committed import NOTEBOOKS, ROOT
 
+import moelab
 import notebooks
 from moelab import shipped
 
@@ -93,6 +95,17 @@ def test_commands_of_the_set_up(path):
     assert "test" in named
     done = subprocess.run(["make", "-n", *named], cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
+
+
+def test_public_names_are_found_and_the_guides_code_runs(monkeypatch, tmp_path, capsys):
+    assert {*moelab.__all__} <= {*dir(moelab)}
+    for name in moelab.__all__:
+        assert "attrgetter" not in pydoc.render_doc(getattr(moelab, name))
+    (tmp_path / "data").symlink_to(moelab.DATA)
+    monkeypatch.chdir(tmp_path)
+    section = GUIDE.read_text().partition("## In your own code\n")[2].partition("\nIn a shell:")[0]
+    exec("\n".join(re.findall(r"^    (.*)", section, re.M)), {})
+    assert len(re.findall(r"\d+ of \d+ drafts accepted", capsys.readouterr().out)) == 2
 
 
 def test_conda_and_pip_ask_for_the_same():

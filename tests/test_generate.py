@@ -273,11 +273,10 @@ def test_a_prompt_cache_is_replaced_behind_its_link(command, tmp_path):
 
 
 def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path):
-    """It goes on as it is, in both commands; other bits are refused. So is an unknown token."""
+    """It goes on as it is, in both commands; other bits are refused."""
     file = tmp_path / "p.safetensors"
     make = ["cache-prompt", MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     kv = ["--kv-bits", "4", "--quantized-kv-start", "0"]
-    assert "eos_token" in command(*make, "--eos-token", "no such token", code=1)
     command(*make, *kv, "--eos-token", "<|endoftext|>")
     use = ["--prompt", PROMPT[-10:], "--max-tokens", 12, "--prompt-cache-file", file]
     wanted = theirs(capsys, monkeypatch, "--model", MODEL, *use, *kv)
@@ -286,37 +285,9 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
         assert got == PROMPT[-10:] + wanted
     for wrong in (["--kv-bits", "8"], ["--kv-bits", "4", "--kv-group-size", "32"]):
         said = command("generate", MODEL, *SLOTS, *use, *wrong, code=1)
-        assert "kv_bits=4 and kv_group_size=64" in said
+        assert "--kv-bits=4 and --kv-group-size=64" in said
     said = command("generate", MODEL, *SLOTS, *use, "--max-kv-size", "64", code=1)
-    assert "max_kv_size" in said and "no effect" in said
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("generate --draft no/such", "draft 'no/such'"),
-        (f"generate --adapter-path {MODEL}", "found no adapter_config.json and no adapters"),
-        ("generate --chat-template-config []", "--chat-template-config"),
-        ("generate --sampling-top-k 8192 --temp 1", "sampling_top_k"),
-        ("generate --min-tokens-to-keep 9000 --min-p 0.1 --temp 1", "min_tokens_to_keep"),
-        ("generate --kv-bits 4 --kv-group-size 128", "kv_group_size=128: mlx-lm cannot quantize"),
-        ("generate --extra-eos-token nosuch", "extra_eos_tokens"),
-        ("generate --max-kv-size 64", "qwen3_5_moe makes its own"),
-        ("chat --max-kv-size 64", "qwen3_5_moe makes its own"),
-        ("cache-prompt --prompt-cache-file p.safetensors --max-kv-size 64", "makes its own"),
-        ("PLAIN --max-kv-size 64 --draft lookup", "max_kv_size=64 cannot go with a draft"),
-        ("PLAIN --max-kv-size 64 --kv-bits 8", "max_kv_size=64 cannot go with kv_bits"),
-        ("chat --pipeline", "--pipeline: several machines divide"),
-        ("chat --top-k 3", "--top-k: .*--sampling-top-k"),
-        ("chat --draft no/such", "draft 'no/such'"),
-    ],
-)
-def test_what_is_refused(words, said, command, plain):
-    name, *options = words.split()
-    name, model = ("generate", plain) if name == "PLAIN" else (name, MODEL)
-    prompt = () if name == "chat" else ("--prompt", "x")
-    code = 2 if said.startswith("--") else 1
-    assert re.search(said, command(name, model, *SLOTS, *prompt, *options, stdin="x\n", code=code))
+    assert "--max-kv-size" in said and "no effect" in said
 
 
 @pytest.mark.parametrize(
@@ -373,15 +344,16 @@ def test_chat(chatty, command):
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, capsys, monkeypatch):
-    """Its progress is shown; a conversation stays as long as it is."""
+    """A terminal shows its progress; a conversation stays as long as it is."""
     long = "def f(x): return x + 1; " * 40
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}\nx".encode())))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]
     assert main(["chat", str(MODEL), *options]) == 0
     err = capsys.readouterr().err
     beyond = [s for s in err.splitlines() if "more than the 128" in s]
     assert len(beyond) == 2 and "--context" in beyond[0]
-    assert err.count("prompt:   0%") == 1 and "prompt: 100%" in err
+    assert ("prompt: 100%" in err) == (not draft)
 
 
 def test_a_chat_without_a_template_or_with_bytes_that_are_no_text(command, model_path, monkeypatch):

@@ -85,15 +85,10 @@ class Spoilt(io.BufferedRandom):
 
 
 def test_bad_input(moe, packed, tmp_path, monkeypatch):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "link").symlink_to("nowhere")
-
-    def refused(error, said, source=moe, out="new"):
+    def refused(error, said, source=moe):
         with pytest.raises(error, match=said):
-            repack(source, tmp_path / out, progress=False)
+            repack(source, tmp_path / "new", progress=False)
 
-    for out in ("there", "link"):
-        refused(FileExistsError, f"{out} exists already.*name another", out=out)
     refused(moelab.CheckpointError, f"{packed}.*packed already", packed)
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
@@ -101,7 +96,7 @@ def test_bad_input(moe, packed, tmp_path, monkeypatch):
     with monkeypatch.context() as m:  # when it is compared, the disk returns another byte
         m.setattr(repack_module, "open", lambda *args: Spoilt(io.FileIO(*args)), raising=False)
         refused(OSError, "proj.weight, expert 0 is not what was written: check the disk")
-    assert {p.name for p in tmp_path.iterdir()} == {"link", "there"}
+    assert not list(tmp_path.iterdir())
 
 
 STEPS = (

@@ -113,25 +113,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert nbytes > 150e6 and grown < 0.3 * nbytes
 
 
-@pytest.mark.parametrize(
-    "kwargs, error, message",
-    [
-        (dict(like="llama"), ValueError, "expected one of qwen3.5-35b-a3b"),
-        (dict(like="qwen3.5-35b"), ValueError, "expected qwen3.5-35b-a3b or"),
-        (dict(layers=41), ValueError, "expected 4 to 40"),
-        (dict(vocab=10), ValueError, "at least 2[67]"),
-        (dict(tokenizer="nowhere"), FileNotFoundError, "no tokenizer.json in nowhere"),
-    ],
-)
-def test_bad_arguments(tmp_path, tokenizer, kwargs, error, message):
-    with pytest.raises(error, match=message):
-        S.synthesize(tmp_path / "m", progress=False, **{"tokenizer": tokenizer, **kwargs})
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "m").mkdir()
-    with pytest.raises(FileExistsError, match="remove it or name another"):
-        S.synthesize(tmp_path / "m", progress=False)
-
-
 # Routers that follow a trace
 
 

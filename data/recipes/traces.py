@@ -62,7 +62,7 @@ def main(out=DATA / "traces", model_path=DATA / "models" / "tiny-moe"):
     model, tokenizer = moelab.load(model_path, moelab.StreamConfig(mode="resident"))
     with model:
         every = texts(model_path)
-        for kind, text in tqdm(every.items(), desc="traces"):
+        for kind, text in tqdm(every.items(), desc="traces", disable=None):
             name = f"tiny-moe, {kind}, {TEXTS[kind][0]}"
             record(model, tokenizer, text, name).save(Path(out) / f"{kind}.npz")
         name = f"tiny-moe, code, sampled after {TEXTS['code'][0]}"

@@ -7,7 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -95,7 +95,10 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
     parent = out.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):
+        parent.mkdir(parents=True, exist_ok=True)
+    if not parent.is_dir():
+        raise OSError(f"{out}: no folder can be made in {parent}: name another")
     free = shutil.disk_usage(parent).free
     if free < nbytes + SPARE_NBYTES:
         raise OSError(
@@ -108,7 +111,7 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
             folder = Path(beside) / out.name
             folder.mkdir()
             shown = {"desc": out.name, "unit": "B", "unit_scale": True, "leave": False}
-            with tqdm(total=nbytes, disable=not progress, **shown) as bar:
+            with tqdm(total=nbytes, disable=not progress or None, **shown) as bar:
                 yield folder, bar
             for path in (*folder.iterdir(), folder):
                 _to_disk(path)

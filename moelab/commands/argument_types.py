@@ -10,7 +10,10 @@ from collections.abc import Callable, Collection
 from fractions import Fraction
 from typing import Any
 
+from ..checkpoint import shorten
 from ..configs import one_of
+
+MOST = 10**9  # the largest number of an option without a bound of its own
 
 
 def _number(kind, what, least, most):
@@ -19,29 +22,28 @@ def _number(kind, what, least, most):
             value = kind(text)
         except (ValueError, KeyError):
             value = math.nan
-        if not least <= value <= most or value == math.inf:  # true for nan as well
-            end = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise argparse.ArgumentTypeError(f"expected {what} {end}, got {text!r}")
+        if not least <= value <= most:  # true for nan as well
+            raise argparse.ArgumentTypeError(
+                f"expected {what} from {least} to {most}, got {shorten(repr(text), 60)}"
+            )
         return value
 
     return number
 
 
-def at_least(least: int, most: float = math.inf) -> Callable[[str], int]:
+def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
     """A type of whole numbers from ``least`` to ``most``, both included."""
     return _number(int, "a whole number", least, most)
 
 
-def between(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """A type of numbers from ``least`` to ``most``, neither nan nor infinite."""
+def between(least: float, most: float = MOST) -> Callable[[str], float]:
+    """A type of numbers from ``least`` to ``most``, both included."""
     return _number(float, "a number", least, most)
 
 
 def gigabytes(least: float) -> Callable[[str], float]:
     """A type of GB or GB/s, written with the unit or without."""
-    return _number(
-        lambda s: float(re.sub("(?i)gb?(/s)?$", "", s)), "a number of GB", least, math.inf
-    )
+    return _number(lambda s: float(re.sub("(?i)gb?(/s)?$", "", s)), "a number of GB", least, 10**6)
 
 
 positive, zero_or_more = at_least(1), at_least(0)

@@ -21,9 +21,12 @@ def flag(name: str) -> str:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the positional argument ``model``."""
+    """Add the positional argument ``model``, also under mlx-lm's flag ``--model``."""
     what = "folder or Hub repository, as for mlx_lm.load"
-    parser.add_argument("model", type=not_empty, metavar="MODEL", help=what)
+    given = {"type": not_empty, "metavar": "MODEL", "default": argparse.SUPPRESS}
+    either = parser.add_mutually_exclusive_group(required=True)
+    either.add_argument("model", nargs="?", help=what, **given)
+    either.add_argument("--model", help=argparse.SUPPRESS, **given)
 
 
 def add_number(

@@ -77,9 +77,6 @@ def _check_file(file):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "python -m moelab cache-prompt [options] MODEL --prompt TEXT --prompt-cache-file FILE"
-    )
     parser.description = "Read how a prompt begins, for generate --prompt-cache-file to go on."
     arguments.add_model(parser)
     for name, kind, metavar, what in (

@@ -20,8 +20,6 @@ from .drafting import leave_room, open_draft, write
 from .kv_cache import check_kv_cache
 from .stream_options import add_stream_options, say_plan, streaming_given
 
-QUIET_S = 10  # seconds between two lines of progress when stderr is no terminal
-
 
 class ChatUI(mlx_lm_chat.ChatUI):
     """mlx-lm's terminal, which also ends at the end of standard input and skips empty messages."""
@@ -98,8 +96,7 @@ def _say_beyond(model, prompt, cache):
 
 def _progress(tokens, step):
     """Make a callback that shows on stderr how much of a prompt of several steps was read."""
-    every, off = 0.1 if sys.stderr.isatty() else QUIET_S, tokens <= step
-    bar = tqdm(total=tokens, unit=" tokens", desc="prompt", mininterval=every, disable=off)
+    bar = tqdm(total=tokens, unit=" tokens", desc="prompt", disable=tokens <= step or None)
 
     def show(done, _):
         bar.update(done - bar.n)
@@ -110,7 +107,6 @@ def _progress(tokens, step):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "python -m moelab chat [options] MODEL"
     parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
     arguments.add_model(parser)
     parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")

@@ -85,7 +85,7 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP, MTP)) -> di
     if not file.is_file():
         raise ValueError(
             f"draft {str(path)!r}: expected {', '.join(words)}, or the folder of a model, of a "
-            "DFlash draft or of a draft head with its config.json; found no such folder."
+            "DFlash draft or of a draft head; found no config.json there."
         )
     return read_json(file)
 

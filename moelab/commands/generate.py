@@ -97,14 +97,16 @@ def _check_tokens(size, tokenizer, args):
         number = int(token) if token.isdecimal() else tokenizer.get_vocab().get(token, -1)
         if not 0 <= number < size:
             raise ValueError(
-                f"extra_eos_tokens: expected a token of the vocabulary, or a number from 0 to "
+                f"extra_eos_token: expected a token of the vocabulary, or a number from 0 to "
                 f"{size - 1}, got {token!r}"
             )
         tokenizer.add_eos_token(token)
     for name in ("sampling_top_k", "min_tokens_to_keep"):
         # mlx-lm would fail inside a compiled function, and the random state would stay broken.
         if (number := getattr(args, name)) >= size:
-            raise ValueError(f"{name}: expected less than {size} tokens, got {number}")
+            raise ValueError(
+                f"{name}={number}: expected less than {size}, the tokens of the vocabulary"
+            )
 
 
 def _needed(model):
@@ -115,17 +117,18 @@ def _needed(model):
 
 def _figures(r, needed):
     """One line of figures from a text's last response and ``_needed`` since its first token."""
-    line = (
-        f"{r.generation_tps:.1f} tok/s, {r.generation_tokens} tokens; "
-        f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
-    )
+    # mlx-lm's clock starts with the first token, which it counts as well.
+    speed = r.generation_tps * (r.generation_tokens - 1) / r.generation_tokens
+    line = f"{speed:.1f} tok/s, " if speed else ""
+    line += f"{r.generation_tokens} token{'s' * (r.generation_tokens > 1)}; "
+    line += f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
     if getattr(r, "drafted", 0):
         line += f"; {r.accepted} of {r.drafted} drafts accepted"
     hits, misses, nbytes = needed
     if hits + misses and r.generation_tokens > 1:
         read = f"{nbytes / (r.generation_tokens - 1) / 1e6:.2f} MB read for each token"
         line += f"; hit rate {hits / (hits + misses):.0%}, {read}"
-    return f"{line}; peak memory {mx.get_peak_memory() / 1e6:.0f} MB"
+    return f"{line}; arrays took at most {mx.get_peak_memory() / 1e6:.0f} MB"
 
 
 def _escaped(text):
@@ -141,7 +144,6 @@ def _yes_or_no(text):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "python -m moelab generate [options] MODEL --prompt TEXT"
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     arguments.add_model(parser)
     what = "text to continue, or message to answer; - reads standard input"

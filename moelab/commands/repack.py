@@ -4,6 +4,7 @@ import argparse
 
 from ..repack import repack
 from ..streaming.config import OPTIONS
+from ..streaming.model import find
 from .argument_types import not_empty
 from .arguments import flag
 
@@ -27,5 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    out = repack(args.model, args.out, progress=not args.quiet, library=args.library)
+    path = find(args.model, download=False)
+    out = repack(path, args.out, progress=not args.quiet, library=args.library)
     print(f"{out}: the same model, each expert in one piece, for moelab.load and python -m moelab")

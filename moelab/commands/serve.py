@@ -151,7 +151,6 @@ def _prompt_memory(model, args):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "python -m moelab serve [options] MODEL"
     parser.description = (
         "An HTTP server for clients of OpenAI's and Anthropic's APIs, with the experts on disk. By "
         "default only this machine may ask."

@@ -29,8 +29,8 @@ def add_stream_options(
         mode, modes = OPTIONS["mode"].default, OPTIONS["mode"].choices
         what = f"{', '.join(modes)} (default: %(default)s)"
         group.add_argument("--mode", choices=modes, default=mode, metavar="MODE", help=what)
-        why = "it has two meanings here: --sampling-top-k is mlx-lm's (the most likely tokens that "
-        why += "sampling keeps), --experts-top-k are experts per token"
+        why = "write --sampling-top-k for mlx-lm's (the most likely tokens that sampling keeps), "
+        why += "--experts-top-k for experts per token: it has two meanings here"
         add_refused(parser, why, "--top-k")
     for name, option in STREAM_OPTIONS.items():
         if option.for_auto and slots != "auto":

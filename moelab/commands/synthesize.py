@@ -3,7 +3,7 @@
 import argparse
 
 from ..synthesize import LIKE, synthesize
-from .argument_types import name_of, not_empty, positive, zero_or_more
+from .argument_types import at_least, name_of, not_empty, positive
 from .arguments import add_number
 
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--routing", not_empty, "TRACE", "fed its text, routers choose its experts"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=what)
-    add_number(parser, "--seed", 0, "of every byte", zero_or_more)
+    add_number(parser, "--seed", 0, "of every byte", at_least(0, 2**64 - 1))
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

@@ -226,7 +226,7 @@ def interleave(
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
-    with tqdm(total=total, desc=kind, unit="run", leave=False, disable=not progress) as bar:
+    with tqdm(total=total, desc=kind, unit="run", leave=False, disable=not progress or None) as bar:
         for i in range(-warmup, runs):
             same = each_round(i) if each_round else {}
             made = {}

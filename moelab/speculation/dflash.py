@@ -135,10 +135,17 @@ class DFlashModel(nn.Module):
 
 
 class DFlashDraft:
-    """A DFlash draft for ``moelab.speculative_generate``; see ``drafts.Draft``.
+    """A DFlash draft for ``moelab.speculative_generate`` (Chen et al., arXiv 2602.06036).
 
-    It takes its target's number type and, for good, the fast kernels once a target has them.
-    ``block_size``, with which it was trained, counts the last accepted token too.
+    It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
+    its target's number type and, for good, the fast kernels once a target has them. ``block_size``,
+    with which it was trained, counts the last accepted token too. Its methods: ``drafts.Draft``.
+
+    Args:
+        path_or_hf_repo (str or Path): The folder or Hub repository of a draft in z-lab's format.
+
+    Raises:
+        CheckpointError: If it is no such draft, or its files are damaged.
     """
 
     def __init__(self, path_or_hf_repo: str | Path):

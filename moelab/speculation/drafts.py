@@ -136,7 +136,8 @@ class LookupDraft:
 
     It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
     longest, of equal ones the latest, and proposes at most half as many tokens as match: the
-    longer two texts have agreed, the longer they are likely to go on agreeing.
+    longer two texts have agreed, the longer they are likely to go on agreeing. Its methods:
+    ``Draft``.
     """
 
     layer_ids = ()

@@ -69,7 +69,8 @@ def speculative_generate(
         model (nn.Module): The target, resident or streamed.
         tokenizer (TokenizerWrapper): Its tokenizer.
         prompt (str | mx.array | list[int]): Text or token ids.
-        draft (Draft): A ``ModelDraft``, a ``DFlashDraft``, or anything with their methods.
+        draft (Draft): A ``LookupDraft()``, ``ModelDraft``, ``DFlashDraft`` or ``MTPDraft``, or
+            anything with their methods.
         max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
         num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
@@ -141,6 +142,11 @@ def speculative_generate_step(
 
     The arguments are those of ``speculative_generate`` and mlx-lm's function of this name.
     """
+    if not hasattr(draft, "propose"):
+        raise ValueError(
+            "draft: expected one that proposes tokens, such as moelab.LookupDraft(), "
+            f"moelab.DFlashDraft(FOLDER) or moelab.ModelDraft(MODEL), got {draft!r}."
+        )
     for name, n, least, expected in (
         ("max_tokens", max_tokens, -1, "a number above 0, or -1 for no limit"),
         ("prefill_step_size", prefill_step_size, 1, "at least 1 token"),

@@ -184,11 +184,18 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
 
 
 class MTPDraft:
-    """A model's own draft head, for ``moelab.speculative_generate``; see ``drafts.Draft``.
+    """A model's own draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     It is loaded from the target's own checkpoint, if that has the head's tensors, or from a folder
     with the head alone. The cache is the head's own, with an entry for each token but the first,
-    and last the hidden state ``[1, D]`` of the newest token that the target has read.
+    and last the hidden state ``[1, D]`` of the newest token that the target has read. Its methods:
+    ``drafts.Draft``.
+
+    Args:
+        path_or_hf_repo (str or Path): The folder or Hub repository of one of these.
+
+    Raises:
+        CheckpointError: If there is no head of a known family, or its files are damaged.
     """
 
     layer_ids = (-1,)  # the target's last layer; its final norm is computed here

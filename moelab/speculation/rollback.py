@@ -40,6 +40,15 @@ class Rollback:
     Passes add up until ``commit``: ``undo`` may reach over several. The model's layers are changed
     during a pass only. Entries of ``cache`` may be replaced between a commit and the next pass, as
     mlx-lm does to quantize them.
+
+    Args:
+        model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it.
+        cache (list): Its caches, from mlx-lm's ``make_prompt_cache(model)``.
+        strategy (str): How recurrent states are taken back: ``restore``, ``replay``, ``states`` or
+            ``auto``, as the module says. Default: ``auto``.
+
+    Raises:
+        ValueError: If the strategy is none of these, or a cache cannot give tokens back.
     """
 
     def __init__(self, model: nn.Module, cache: list, strategy: str = "auto"):

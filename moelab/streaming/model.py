@@ -4,6 +4,7 @@
 Then the weights that the model still has are read: the backbone, or in mode ``resident`` all.
 """
 
+import os
 import weakref
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
@@ -14,6 +15,12 @@ from threading import RLock
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import tokenizer_utils
 from mlx_lm import utils as mlx_lm_utils
@@ -202,11 +209,30 @@ def load(
     return (model, tokenizer, model_config) if return_config else (model, tokenizer)
 
 
-def find(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+def find(path_or_hf_repo: str | Path, revision: str | None = None, download: bool = True) -> Path:
     """Find the folder of a model, which a Hub repository is downloaded to if it is not here yet."""
-    what = f"{path_or_hf_repo}: expected a model folder or a Hub repository, found no such folder,"
-    with readable(f"{what} and the Hub does not give it:", "Look at the name."):
-        return Path(mlx_lm_utils._download(path_or_hf_repo, revision=revision))
+    path, name = Path(path_or_hf_repo), str(path_or_hf_repo)
+    what = f"{name}: expected a model folder or a Hub repository, OWNER/NAME,"
+    if path.is_dir():
+        return path
+    if os.path.lexists(path):
+        found = "a file" if path.exists() else "a link that leads nowhere"
+        raise CheckpointError(f"{what} got {found}. Give the folder that has the config.json.")
+    try:
+        if not download:
+            return Path(snapshot_download(name, revision=revision, local_files_only=True))
+        return Path(mlx_lm_utils._download(name, revision=revision))
+    except HFValidationError:
+        wrong = f", seen from {Path.cwd()}: check the path."
+    except RepositoryNotFoundError:
+        wrong = ", and the Hub shows you none: check the name; `hf auth login` for a closed one."
+    except LocalEntryNotFoundError:
+        wrong = ", none downloaded, and the Hub is out of reach: check the name, or go online."
+        if not download:
+            wrong = " and none downloaded: check the name, or plan a model by name (plan --help)."
+    except Exception as error:  # whatever the Hub's client raises
+        wrong = f", and the Hub does not give it: {describe(error)}. Check the name."
+    raise CheckpointError(f"{what} found no such folder{wrong}")
 
 
 def tokenizer_of(

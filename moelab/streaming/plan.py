@@ -58,9 +58,10 @@ BESIDE_NBYTES = 72_000_000
 # The time to read an expert from the page cache, as a share of the time from the SSD (0.22).
 COPY_COST = 0.25
 # The reasons for a number of slots.
-ALL, RESIDENT_FITS = "every expert", " (mode='resident' fits, too)"
-FEW = "few (the page cache holds more experts in the rest)"
-NEARLY_ALL = "nearly all of the memory (half of it would be slowest)"
+ALL = "every expert"
+RESIDENT_FITS = " (mode resident, which reads all of them at the start, would fit as well)"
+FEW = "few, since the page cache holds more experts in the rest of the memory"
+NEARLY_ALL = "nearly all of the memory, so that hardly an expert is in memory twice"
 
 
 class DoesNotFit(ValueError):
@@ -95,14 +96,14 @@ class Plan:
     direct: bool
     reason: str  # in one line
 
-    num_layers = property(attrgetter("facts.num_layers"))  # L, MoE layers
-    num_experts = property(attrgetter("facts.num_experts"))  # E, the largest of any layer
-    top_k = property(attrgetter("facts.top_k"))  # K
-    backbone_nbytes = property(attrgetter("facts.kept_nbytes"))  # all but the slots that stays
-    caches_nbytes = property(attrgetter("facts.caches_nbytes"))  # of ``context`` tokens
-    expert_nbytes = property(attrgetter("facts.expert_nbytes"))  # one of each layer, in its slot
-    context = property(attrgetter("config.context"))
-    reserved_nbytes = property(attrgetter("config.reserved_nbytes"))
+    num_layers = property(attrgetter("facts.num_layers"), doc="L, MoE layers.")
+    num_experts = property(attrgetter("facts.num_experts"), doc="E, the largest of any layer.")
+    top_k = property(attrgetter("facts.top_k"), doc="K.")
+    backbone_nbytes = property(attrgetter("facts.kept_nbytes"), doc="All but the slots that stays.")
+    caches_nbytes = property(attrgetter("facts.caches_nbytes"), doc="Of ``context`` tokens.")
+    expert_nbytes = property(attrgetter("facts.expert_nbytes"), doc="One of each layer, in a slot.")
+    context = property(attrgetter("config.context"), doc="Tokens whose caches fit.")
+    reserved_nbytes = property(attrgetter("config.reserved_nbytes"), doc="As ``StreamConfig``.")
 
     @property
     def all_caches_nbytes(self) -> int:
@@ -218,8 +219,8 @@ def _plan(facts, config, held, memory, there):
     parts = {
         "backbone": facts.kept_nbytes,
         f"caches of {config.context} tokens": facts.caches_nbytes,
-        f"prompt by {tokens}": prompt,
-        "process": process,
+        f"{tokens} tokens of a prompt at once": prompt,
+        "program beside its arrays": process,
         "reserved": reserved,
     }
     listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in parts.items() if nbytes)
@@ -284,13 +285,13 @@ class Footprint:
     # experts (``resident``).
     slots_nbytes: int
 
-    backbone_nbytes = property(attrgetter("facts.backbone_nbytes"))  # everything but the experts
-    resident_nbytes = property(attrgetter("facts.resident_nbytes"))  # kept for all E experts
-    checkpoint_nbytes = property(attrgetter("facts.checkpoint_nbytes"))  # the tensors on disk
-    expert_nbytes = property(attrgetter("facts.disk_nbytes"))  # one expert on disk
-    num_layers = property(attrgetter("facts.num_layers"))  # L, MoE layers
-    num_experts = property(attrgetter("facts.num_experts"))  # E, the largest of any layer
-    top_k = property(attrgetter("facts.top_k"))  # K
+    backbone_nbytes = property(attrgetter("facts.backbone_nbytes"), doc="All but the experts.")
+    resident_nbytes = property(attrgetter("facts.resident_nbytes"), doc="Kept for all E experts.")
+    checkpoint_nbytes = property(attrgetter("facts.checkpoint_nbytes"), doc="The tensors on disk.")
+    expert_nbytes = property(attrgetter("facts.disk_nbytes"), doc="One expert on disk.")
+    num_layers = property(attrgetter("facts.num_layers"), doc="L, MoE layers.")
+    num_experts = property(attrgetter("facts.num_experts"), doc="E, the largest of any layer.")
+    top_k = property(attrgetter("facts.top_k"), doc="K.")
 
     @property
     def total_nbytes(self) -> int:

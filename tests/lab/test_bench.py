@@ -1,20 +1,17 @@
 """Timing and ``bench``: what they compute and keep. Nothing here asserts a speed."""
 
 import math
-import re
 import time
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
-from needs import needs_kernels
 
 from moelab import DATA, StreamConfig, record, stats
 from moelab.__main__ import main
-from moelab.lab import limit, records, variants
+from moelab.lab import limit, records
 from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import OracleDraft, decode, decode_drafted
 from moelab.lab.experiments import bench
@@ -156,40 +153,6 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
     assert not made[made.variant.str.startswith("none")].prefetch_issued.any()
     each = 1 + 1 + (1 + 3)  # before the prompt and the clock, and before each token
     assert dropped.count(packed) == 2 * (3 * each + 1)  # 2 rounds; the oracle drops once more
-
-
-@pytest.mark.parametrize(
-    "words, said",
-    [
-        ("nowhere", "nowhere"),
-        ("MODEL --slots 2", "slots"),
-        ("MODEL --lengths 2,4,2", "--lengths.*expected"),
-        ("MODEL --modes fused/slot=3", "expected FIELD=VALUE"),
-        ("MODEL --modes fused/lazy_logits=no", "expected True or False, got 'no'"),
-        ("MODEL --modes fused/slots=8/slots=9", "slots is there twice"),
-        ("MODEL --modes resident/slots=8", "slots in 'resident/slots=8' has no effect"),
-        # One of the modes must have a use for the option.
-        ("MODEL --modes fused/slots=20,stacked/slots=30 --slots 9", "--slots.*fused/slots=20"),
-        pytest.param("MODEL --modes resident,fused/dtype=bfloat16", "=mlx", marks=needs_kernels),
-        ("MODEL --feed TRACES/code.npz --tokens 500", "516 tokens behind it .* got 128 and 512"),
-        ("MODEL --feed TRACES/code.npz", "expected tokens below .*, the vocabulary of"),
-        ("MODEL --draft nonsense", "nonsense.*lookup, mtp, self, oracle"),
-        ("MODEL --draft oracle:1.5", "expected a share from 0 to 1"),
-        ("MODEL --draft . --limits 900", "not JSON"),
-        ("MODEL --json config.json/r.json", "json 'config.json/r.json'"),
-        ("MODEL --json /dev/null", "no plain file"),
-    ],
-)
-def test_what_is_refused_before_any_work(words, said, model_path, tmp_path, run, monkeypatch):
-    for module, work in ((limit, "run"), (variants, "load")):
-        monkeypatch.setattr(module, work, lambda *_, **__: pytest.fail("it began"))
-    monkeypatch.chdir(tmp_path)
-    Path("config.json").write_text("{")
-    words = words.replace("TRACES", str(DATA / "traces")).replace("MODEL", str(model_path))
-    got = run("bench", *words.split())
-    assert got.code in (1, 2) and re.search(said, got.err)
-    assert Path("config.json").read_text() == "{"
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_the_command_takes_every_prompt_in_turn_and_saves(model_path, tmp_path, monkeypatch):

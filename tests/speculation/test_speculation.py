@@ -239,6 +239,7 @@ def test_bad_input():
     for words, draft, options in (
         (f"vocabulary of 8192 tokens, got {V}. Draft and target must", ModelDraft(small), {}),
         ("tokens must be non-zero", ModelDraft(model), dict(max_tokens=0)),
+        (r"LookupDraft\(\), .* got 'lookup'", "lookup", {}),
         *(
             (f"{name}: expected .* got {value!r}", ModelDraft(model), {name: value})
             for name, values in NUMBERS.items()

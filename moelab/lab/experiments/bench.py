@@ -210,7 +210,6 @@ def report(samples: "DataFrame") -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.usage = "python -m moelab bench [options] MODEL"
     parser.description = (
         "Decode the same prompts in every mode, in rounds of random order after one of warm-up. "
         "Tokens are checked against the resident model's. With --limits each run has a process "

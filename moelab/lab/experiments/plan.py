@@ -18,7 +18,8 @@ import mlx.core as mx
 import psutil
 
 from ... import synthesize
-from ...commands.argument_types import gigabytes, name_of, not_empty, positive
+from ...checkpoint import CheckpointError
+from ...commands.argument_types import at_least, gigabytes, name_of, not_empty
 from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
 from ...memory import WHY_LEFT, gpu_limit
@@ -254,7 +255,7 @@ def describe(
     ``chip`` is a Mac of ``CHIPS``, or the GB/s of its memory; ``cores`` are those of a computer
     whose CPU computes, no faster than ``chip`` GB/s. What is None is this machine's, measured.
     """
-    name = one_of(CONFIGS, name, "a model folder, or ")
+    name = one_of(CONFIGS, name, "a model folder, a downloaded Hub repository, or ")
     chip = one_of(CHIPS, chip) if isinstance(chip, str) else chip
     machine = _machine(name, bits, ram, ssd, chip, cores)
     found = forecast(name, machine, bits)
@@ -285,9 +286,13 @@ def describe(
 def _machine(name, bits, ram, ssd, chip, cores):
     """The machine that is described, or this one with what is given in place of what it has."""
     if isinstance(chip, str) and cores:
-        raise ValueError("plan: expected a chip or cores, got both; with cores, chip is GB/s.")
+        raise ValueError(
+            "plan: expected --chip or --cores, got both; with --cores, --chip is GB/s."
+        )
     if (chip or cores) and not (ram and ssd):
-        raise ValueError("plan: a chip or cores are another machine's: give its ram and ssd, too.")
+        raise ValueError(
+            "plan: --chip and --cores are another machine's: give its --ram and --ssd, too."
+        )
     rate = CHIPS.get(chip, chip or math.inf) * 1e9
     if cores:
         return Machine.cpu(ram * 1e9, ssd * 1e9, cores, rate)
@@ -327,7 +332,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "which --ram, --ssd and --chip (or --cores) describe."
     )
     add = parser.add_argument
-    known = f"a model folder, a Hub repository, or one of {', '.join(CONFIGS)}"
+    known = f"a model folder, a downloaded Hub repository, or one of {', '.join(CONFIGS)}"
     add("model", type=not_empty, metavar="MODEL", help=known)
     memory = (
         "the machine's memory, of which the system keeps a quarter, at most 4 GB; of a Mac's the "
@@ -338,25 +343,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ssd", type=gigabytes(0.01), metavar="GB/s", help=rate)
     what = "a Mac's, such as 'M5 Pro', or the GB/s of the memory, also beside --cores"
     add("--chip", type=_chip, metavar="CHIP", help=what)
-    add("--cores", type=positive, metavar="N", help="of a machine without a GPU")
+    add("--cores", type=at_least(1, 1024), metavar="N", help="of a machine without a GPU")
     bits = {"type": int, "choices": (2, 3, 4, 6, 8), "metavar": "N", "default": synthesize.BITS}
     add("--bits", **bits, help="of a weight: 2, 3, 4, 6 or 8 (default: %(default)s)")
-    add_number(parser, "--prompt", 1000, "tokens of the prompt whose first token is timed")
+    what = "tokens of the prompt whose first token is timed"
+    add_number(parser, "--prompt", 1000, what, at_least(1, 10**6))
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    if args.model in CONFIGS or not (Path(args.model).is_dir() or "/" in args.model):
+    path = None
+    if args.model not in CONFIGS:
+        try:
+            path = folder(args.model, download=False)
+        except CheckpointError:  # what is not here is planned by its name
+            if os.path.lexists(args.model):
+                raise
+    if path is None:
         given = {name: getattr(args, name) for name in ("ram", "ssd", "chip", "cores")}
-        print(describe(args.model, **given, bits=args.bits, prompt=args.prompt))
+        print(describe(Path(args.model).name, **given, bits=args.bits, prompt=args.prompt))
         return
     only = [flag for flag in ("--ssd", "--chip", "--cores") if getattr(args, flag[2:]) is not None]
     if only:
         args.error(
-            f"{' and '.join(only)}: expected a model by name (see --help), got {args.model}: a "
-            "folder is measured on this machine"
+            f"{' and '.join(only)}: expected a model by name (see --help), got {args.model}, "
+            "which is on this disk and measured on this machine"
         )
-    print(of_folder(folder(args.model), args.ram, args.prompt))
+    print(of_folder(path, args.ram, args.prompt))
 
 
 def _chip(text):
