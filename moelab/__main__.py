@@ -154,11 +154,10 @@ def main(argv: list[str] | None = None) -> int:
         _check_current_folder()
         args = parse(sys.argv[1:] if argv is None else argv)
         flags = args.flags
-        for name in ("json", "out"):
-            if (path := getattr(args, name, None)) is not None:
-                from .checkpoint import check_writable
+        if getattr(args, "json", None) is not None:
+            from .checkpoint import check_writable
 
-                check_writable(path, f"{flags.get(name, name.upper())} {path!r}")
+            check_writable(args.json, f"--json {args.json!r}")
         raise_at_ctrl_c()
         code = args.run(args) or 0
         sys.stdout.flush()

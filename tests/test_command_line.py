@@ -147,7 +147,7 @@ chat m --pipeline | --pipeline: several machines divide
 chat m --system x | did you mean --system-prompt
 serve m --pipeline | --pipeline: several machines divide the experts
 serve m --port 99999 | --port: expected a whole number from 0 to 65535
-serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: expected a folder
+serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: cannot be written: Not a directory
 serve m --prompt-cache-bytes much | --prompt-cache-bytes: expected bytes
 serve m --chat-template-args [1] | --chat-template-args: expected an object in JSON
 bench m --mode fused | did you mean .*--modes
@@ -166,7 +166,7 @@ bench m --feed text.txt | expected a trace
 bench m --draft nonsense | nonsense.*lookup, mtp, self, oracle
 bench m --draft oracle:1.5 | expected a share from 0 to 1
 bench m --draft broken --limits 900 | not JSON
-bench m --json text.txt/r.json | --json 'text.txt/r.json': expected a file that can be written
+bench m --json text.txt/r.json | --json 'text.txt/r.json': cannot be written: Not a directory
 bench m --json /dev/null | no plain file
 plan | required: MODEL
 plan --model gpt-oss-20b | MODEL, without a flag
