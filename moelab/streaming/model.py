@@ -23,6 +23,7 @@ from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json, readable
 from ..experts import read_experts
 from ..memory import return_free_memory
+from ..prompt import check_tokens, vocabulary
 from .build import build_model, place_experts
 from .config import StreamConfig
 from .facts import facts_of
@@ -40,7 +41,8 @@ from .session import Session, recurrent_states, session_of, stats
 class LoadedModel:
     """Mixed into the class of a model that ``load`` returns: it counts calls, one thread at a time.
 
-    Hold ``lock`` to keep other threads out for longer than a call.
+    Hold ``lock`` to keep other threads out for longer than a call. Token ids beyond the vocabulary,
+    for which MLX would end the process, are refused, but for single ones in uint32.
     """
 
     @property
@@ -48,6 +50,9 @@ class LoadedModel:
         return self._session.lock
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
+        # What a sampler chose is uint32. To look at it, this would wait for the call before.
+        if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
+            check_tokens(inputs, self._vocabulary)
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
             # With too few entries mlx-lm would leave out layers.
@@ -73,6 +78,10 @@ class LoadedModel:
             # The next token's call may come from another thread, which could not schedule these.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
+
+    @cached_property
+    def _vocabulary(self):
+        return vocabulary(self)
 
     @cached_property
     def _num_caches(self):

@@ -36,6 +36,7 @@ import moelab
 from moelab.repack import repack
 from moelab.speculation.dflash import DFlashDraft
 from moelab.speculation.generate import speculative_generate_step
+from moelab.speculation.mtp import MTPDraft
 from moelab.streaming.model import load_model
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -226,6 +227,7 @@ def write_bases(path):
     write_draft(
         path / "draft", hidden_size=families.D, num_target_layers=6, vocab_size=families.VOCAB
     )
+    shutil.copytree(moelab.DATA / "models" / "tiny-mtp", path / "tiny-mtp")
     lora = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
     plain = families.load_resident(path / CONFIGS[0])
     linear_to_lora_layers(plain, 2, lora)
@@ -352,6 +354,11 @@ def drafted(_, damaged):
     return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
 
 
+def head(_, damaged):
+    MTPDraft(damaged)
+    return "loads"
+
+
 def trace(_, damaged):
     t = moelab.Trace.load(damaged / "trace.npz")
     assert len(t) == len(t.phase) == len(t.tokens) == len(t.experts)
@@ -370,6 +377,8 @@ KINDS = {  # the folder, the file in it, its damage, and what is done with it
     "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, tokenizer),
     "draft config": (("draft",), "config.json", damage_json, drafted),
     "draft header": (("draft",), "*.safetensors", damage_header, drafted),
+    "head config": (("tiny-mtp",), "config.json", damage_json, head),
+    "head header": (("tiny-mtp",), "*.safetensors", damage_header, head),
     "adapter config": (("adapters",), "*.json", damage_json, adapted),
     "adapter header": (("adapters",), "*.safetensors", damage_header, adapted),
     "trace": (("trace",), "*.npz", damage_trace, trace),

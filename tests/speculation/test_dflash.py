@@ -1,7 +1,10 @@
 """DFlash drafts: z-lab's layout against an independent numpy forward, and the trained drafts."""
 
 import json
+import math
+import shutil
 from functools import cache as once
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +19,7 @@ from tiny_drafts import DRAFTS
 
 from moelab import kernels
 from moelab.checkpoint import CheckpointError
+from moelab.commands.drafting import open_draft
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
 from moelab.speculation.drafts import ModelDraft
@@ -95,14 +99,19 @@ def test_default_layers():
     assert default_layer_ids(4, 8) == ids
 
 
-def test_quantized_as_mlx_lm_does(tmp_path):
-    write_draft(tmp_path, hidden_size=64)
-    model = load_model(tmp_path)
-    nn.quantize(model, 64, 8, class_predicate=lambda p, m: p == "fc")
-    model.save_weights(str(tmp_path / "model.safetensors"))
-    config = json.loads((tmp_path / "config.json").read_text())
+def quantize(path):
+    """Pack a draft's matrices as mlx-lm does."""
+    model = load_model(path)
+    nn.quantize(model, 64, 8)
+    model.save_weights(str(path / "model.safetensors"))
+    config = json.loads((path / "config.json").read_text())
     quantized = config | {"quantization": {"group_size": 64, "bits": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    (path / "config.json").write_text(json.dumps(quantized))
+
+
+def test_quantized_as_mlx_lm_does(tmp_path):
+    write_draft(tmp_path, hidden_size=64, intermediate_size=64)
+    quantize(tmp_path)
     assert isinstance(load_model(tmp_path).fc, nn.QuantizedLinear)
 
 
@@ -162,6 +171,27 @@ def test_bad_files(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         DFlashDraft(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])
+def test_tensors_of_other_shapes(name, tmp_path):
+    """mlx-lm would divide by 0 where scales are wider than their layer, which ends the process."""
+    path = Path(shutil.copytree(MODELS / name, tmp_path / name))
+    if name == "tiny-dflash":
+        quantize(path)
+    weights = mx.load(str(path / "model.safetensors"))
+    mx.eval(weights)
+    for end in ("proj.scales", "proj.biases", "proj.weight", "norm.weight"):
+        key = next(k for k in weights if k.endswith(end))
+        *rows, width = weights[key].shape
+        for shape in ([*rows, 600 * width], [*rows, 0], [], [*rows, width, 1], [math.prod(rows)]):
+            packed = key.replace("scales", "weight")
+            for dtype in {weights[packed].dtype, mx.float32}:
+                damaged = weights | {packed: weights[packed].astype(dtype)}
+                damaged[key] = mx.zeros(shape, damaged[key].dtype)
+                mx.save_safetensors(str(path / "model.safetensors"), damaged)
+                with pytest.raises(CheckpointError, match=str(path)):
+                    open_draft(path)
 
 
 # The trained drafts
