@@ -111,8 +111,10 @@ class Router(Prefetcher):
                 "fast kernels compute in one piece on a CPU, got one that MLX computes, whose "
                 "router would be waited for twice. Use prefetch='lookahead' or 'none'."
             )
-        self._top_k, E = layers[0].session.top_k, layers[0].num_experts
+        self._top_k, E = layers[0].session.top_k, min(m.num_experts for m in layers)
         self.asks_early = min(2 * self._top_k, E)
+        # The first expert that a token would not take. If K is E, it takes all: all are sure.
+        self._next, self._sure = min(self._top_k, E - 1), SURE if self._top_k < E else 0.0
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
@@ -120,7 +122,7 @@ class Router(Prefetcher):
 
         For each token its 2K likeliest are kept: they are not evicted.
         """
-        sure = p >= SURE * p[:, self._top_k : self._top_k + 1]
+        sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
         return [*named] if self._right[layer] >= WORTH else [], likely.ravel().tolist()

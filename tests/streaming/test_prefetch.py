@@ -23,6 +23,7 @@ from moelab.kernels import modules
 from moelab.streaming import prefetch
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
+from moelab.streaming.residency import layer
 from moelab.streaming.residency.residency import Residency
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
@@ -113,19 +114,43 @@ def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
     assert c.misses > 0 and c.prefetch_used > 0
 
 
-def test_no_prefetch_begins_while_a_demand_read_is_in_flight(want, monkeypatch):
+def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monkeypatch):
+    """Also where a layer computes its experts part by part, as the reads of each part end."""
     read_in_threads(monkeypatch)
-    overlaps, real = [], reader.Reader.read_here
+    monkeypatch.setattr(layer, "PART_NBYTES", 1)
+    preadv, demanded = os.preadv, []
+    start, end = reader.Reader.start, reader.Reader._end_demand
 
-    def read_here(self, reads):
-        if threading.current_thread().name.startswith("moelab-prefetch"):
-            overlaps.append(self._demand is not None)
-        return real(self, reads)
+    def slow(*args):
+        time.sleep(0.0003)
+        return preadv(*args)
 
-    monkeypatch.setattr(reader.Reader, "read_here", read_here)
-    issued = run("lookahead", want).prefetch_issued
-    # A demand read may begin between giving way and the prefetch, which is not cancelled then.
-    assert overlaps and sum(overlaps) <= 0.05 * issued
+    def starts(self, ranges):
+        reads = start(self, ranges)
+        demanded.extend(reads)
+        return reads
+
+    def ends(self):
+        assert all(read.done() for read in demanded)
+        end(self)
+        demanded.clear()
+
+    patch_preadv(monkeypatch, slow)
+    monkeypatch.setattr(reader.Reader, "start", starts)
+    monkeypatch.setattr(reader.Reader, "_end_demand", ends)
+    assert run("lookahead", want, steps=12).prefetch_issued
+
+
+@pytest.mark.parametrize("name", ["none", *PREFETCHERS[:1]])
+@pytest.mark.parametrize("reads", ["cached", "direct"])
+def test_what_a_prompt_reads_ahead_is_counted_as_its_own(reads, name):
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=SLOTS, reads=reads, prefetch=name))[0] as m:
+        m(mx.array([PROMPT * 40]), cache=(cache := make_prompt_cache(m)))
+        stats = moelab.stats(m)
+        assert stats.decode == type(stats.decode)()
+        assert (stats.prefill.prefetch_issued > 0) == (reads == "direct")
+        m(mx.array([[5]]), cache=cache)
+        assert (moelab.stats(m).decode.prefetch_issued > 0) == (name != "none")
 
 
 def test_closing_does_not_wait_for_guesses(want):
@@ -235,6 +260,20 @@ def test_a_wrong_router_keeps_what_is_likely_and_reads_nothing_more(want, monkey
     learn = prefetch.Router.learn
     monkeypatch.setattr(prefetch.Router, "learn", wrong)
     assert 0 < run("router", want).prefetch_issued < issued / 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("top_k, slots", [(1, 2), (7, E), (E, E), (E, 2 * E)])
+@pytest.mark.parametrize("name", PREFETCHERS)
+def test_any_number_of_experts_per_token(name, top_k, slots, hybrid, small_matrices):
+    """Up to all E, of which a router cannot leave any out, and with more slots than experts."""
+    config = moelab.StreamConfig(slots=slots, top_k=top_k, kernels="fast")
+    with load_model(hybrid, config)[0] as model, moelab.record(model) as trace:
+        right = decode(model, 6)
+    with load_model(hybrid, dataclasses.replace(config, prefetch=name))[0] as model:
+        if name == "oracle":
+            session_of(model).prefetcher.set_trace(trace)
+        np.testing.assert_array_equal(decode(model, 6), right)
 
 
 @pytest.mark.parametrize("name, kernels", [("qwen3_moe", "mlx"), ("gpt_oss", "auto")])
