@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from families import EVERY_VARIANT, VOCAB, E, K
 from faults import read_in_threads
+from greedy import greedy_logits
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -122,6 +123,20 @@ def test_family_streams(name, variant, tmp_path):
     assert_streams(path)
     if name in EVERY_VARIANT and variant == "affine4":
         assert_streams(path, prompt=LONG_PROMPT)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["deepseek_v2", "gpt_oss", "qwen3_5_moe"])
+@pytest.mark.parametrize("variant", ["affine4", "mxfp4"])
+def test_half_precision(variant, name, dtype, tmp_path):
+    """The bits of mlx-lm's model in that type, also where its experts are given float32."""
+    path, answers = families.write_checkpoint(name, tmp_path / name, variant), []
+    for mode in ("resident", "stacked", "fused"):
+        config = moelab.StreamConfig(mode=mode, slots=SLOTS, dtype=dtype)
+        with load_model(path, config)[0] as model:
+            answers.append(greedy_logits(model, PROMPT, NUM_STEPS))
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(answer[1:], answers[0][1:])
 
 
 @pytest.mark.parametrize("name", sorted(families.EXPERTS_ONLY))
