@@ -81,12 +81,11 @@ def vocabulary(model: nn.Module) -> int:
     )
 
 
-def check_tokens(tokens: mx.array, vocabulary: int) -> None:
+def check_tokens(tokens: mx.array, model: nn.Module) -> None:
     """Refuse token ids outside the vocabulary, for which MLX would read beyond a table's end."""
-    ids = np.array(tokens)
-    wrong = ids[(ids < 0) | (ids >= vocabulary)]
-    if wrong.size:
+    ids, V = np.array(tokens), vocabulary(model)
+    if (wrong := ids[(ids < 0) | (ids >= V)]).size:
         raise ValueError(
-            f"tokens: expected ids from 0 to {vocabulary - 1}, the model's vocabulary, got "
-            f"{wrong[0]}. Encode the text with the model's own tokenizer."
+            f"tokens: expected ids from 0 to {V - 1}, the model's vocabulary, got {wrong[0]}. "
+            "Encode the text with the model's own tokenizer."
         )

@@ -27,7 +27,7 @@ from mlx_lm.generate import (
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..hooks import with_globals
-from ..prompt import check_tokens, vocabulary
+from ..prompt import check_tokens
 from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
 from .rollback import Rollback
@@ -150,7 +150,7 @@ def speculative_generate_step(
             raise ValueError(f"{name}: expected {expected}, got {n!r}.")
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
-    check_tokens(prompt, vocabulary(model))
+    check_tokens(prompt, model)
     prompt = prompt.astype(mx.uint32)
     policy = learned_policy(model, draft) if num_draft_tokens == "auto" else num_draft_tokens
     if isinstance(policy, int) and policy >= 0:

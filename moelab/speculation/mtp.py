@@ -170,8 +170,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         if "quantization" in config or "quantization_config" not in config:
             # mlx-lm infers it from the shapes; config.json has other names for single modules.
             said = config.get("quantization", {"group_size": 64, "bits": 4})
-            numbers = {k: v for k, v in said.items() if not isinstance(v, (dict, bool))}
-            changes["quantization"] = numbers
+            changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 
         def classes(config):
             cls, args = model_classes({**config, "model_type": stored.family}, "mlx-lm")

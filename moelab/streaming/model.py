@@ -23,7 +23,7 @@ from .. import kernels
 from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, read_json, readable
 from ..experts import read_experts
 from ..memory import return_free_memory
-from ..prompt import check_tokens, vocabulary
+from ..prompt import check_tokens
 from .build import build_model, place_experts
 from .config import StreamConfig
 from .facts import facts_of
@@ -52,7 +52,7 @@ class LoadedModel:
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
         # What a sampler chose is uint32. To look at it, this would wait for the call before.
         if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
-            check_tokens(inputs, self._vocabulary)
+            check_tokens(inputs, self)
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
             # With too few entries mlx-lm would leave out layers.
@@ -78,10 +78,6 @@ class LoadedModel:
             # The next token's call may come from another thread, which could not schedule these.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
-
-    @cached_property
-    def _vocabulary(self):
-        return vocabulary(self)
 
     @cached_property
     def _num_caches(self):

@@ -5,6 +5,8 @@ waits for. Threads' reads that have not begun when the guessed layer is called a
 guess evicts experts of its layer, but none it names.
 """
 
+from inspect import signature
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -45,6 +47,17 @@ class Lookahead(Prefetcher):
     A block of ``kernels`` has ``route``. Another is called with x, and its experts give the choice.
     """
 
+    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
+        super().__init__(layers, blocks)
+        for experts, block in zip(layers, blocks):
+            try:
+                signature(block.__class__.__call__).bind(block, "x")
+            except TypeError as e:
+                raise ValueError(
+                    f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router "
+                    f"cannot be asked before its layer is called ({e}). Use prefetch='none'."
+                ) from e
+
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
         if layer + 1 == len(self._layers):
             return []
@@ -58,11 +71,6 @@ class Lookahead(Prefetcher):
         experts.probe = asked.append
         try:
             self._blocks[layer + 1](x if x.ndim > 2 else x[None])
-        except (TypeError, ValueError) as e:
-            raise ValueError(
-                f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router cannot "
-                f"be asked before its layer is called ({e}). Use prefetch='none'."
-            ) from e
         finally:
             experts.probe = None
         return asked

@@ -33,10 +33,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 
 import moelab
+from moelab.commands.drafting import open_draft
 from moelab.repack import repack
-from moelab.speculation.dflash import DFlashDraft
 from moelab.speculation.generate import speculative_generate_step
-from moelab.speculation.mtp import MTPDraft
 from moelab.streaming.model import load_model
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
@@ -349,14 +348,9 @@ def drafts_target():
 def drafted(_, damaged):
     made, want = drafts_target()
     steps = speculative_generate_step(
-        mx.array(PROMPT), made, DFlashDraft(damaged), num_draft_tokens=3, max_tokens=STEPS
+        mx.array(PROMPT), made, open_draft(damaged), num_draft_tokens=3, max_tokens=STEPS
     )
     return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
-
-
-def head(_, damaged):
-    MTPDraft(damaged)
-    return "loads"
 
 
 def trace(_, damaged):
@@ -375,10 +369,8 @@ KINDS = {  # the folder, the file in it, its damage, and what is done with it
     "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, model),
     "config": (CONFIGS, "[cg]*config.json", damage_json, model),
     "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, tokenizer),
-    "draft config": (("draft",), "config.json", damage_json, drafted),
-    "draft header": (("draft",), "*.safetensors", damage_header, drafted),
-    "head config": (("tiny-mtp",), "config.json", damage_json, head),
-    "head header": (("tiny-mtp",), "*.safetensors", damage_header, head),
+    "draft config": (("draft", "tiny-mtp"), "config.json", damage_json, drafted),
+    "draft header": (("draft", "tiny-mtp"), "*.safetensors", damage_header, drafted),
     "adapter config": (("adapters",), "*.json", damage_json, adapted),
     "adapter header": (("adapters",), "*.safetensors", damage_header, adapted),
     "trace": (("trace",), "*.npz", damage_trace, trace),

@@ -51,7 +51,7 @@ class Reader:
         # A lock that is held while a layer waits for reads, else None. A Ctrl-C inside a method of
         # ``threading.Event``, which is Python code, can leave the event's own lock taken for good.
         self._demand = None
-        self._demanded = []  # the reads that were begun for a layer and not finished
+        self._demanded = []  # the reads that a layer began and may still wait for
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -63,21 +63,17 @@ class Reader:
         """Begin to read. Call ``finish`` with the result before using the memory."""
         self.check_open()
         self._begin_demand()
-        reads = self._begin(ranges)
-        self._demanded += reads
-        return reads
-
-    def _begin(self, ranges):
-        """Begin to read past the page cache; or read what this thread reads, and begin the rest."""
         if self.direct and len(ranges):
             flight = self.fly(ranges)
-            return [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
-        ranges = self._read_cached(ranges)
-        if not self._is_small(ranges):
-            return self._read_in_pool(ranges)
-        if len(ranges):
-            self.read_here(ranges)
-        return []
+            reads = [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
+        else:
+            ranges, reads = self._read_cached(ranges), []
+            if not self._is_small(ranges):
+                reads = self._read_in_pool(ranges)
+            elif len(ranges):
+                self.read_here(ranges)
+        self._demanded += reads
+        return reads
 
     def fly(self, ranges: Ranges) -> Flight | None:
         """Begin to read past the page cache without a thread; None if that is not possible now."""
@@ -137,7 +133,6 @@ class Reader:
         wait([read for read in reads if isinstance(read, Future)])
         for read in reads:
             read.result()
-        # A layer may have begun others, for which it still waits.
         self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
         if not self._demanded:
             self._end_demand()
@@ -145,7 +140,6 @@ class Reader:
     def stop(self) -> None:
         """Wait until nothing is read and end the threads. The next read starts new ones."""
         self._stops += 1
-        self._demanded = []
         self._end_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
