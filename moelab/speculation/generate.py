@@ -89,8 +89,9 @@ def speculative_generate(
         SpeculativeResponse: mlx-lm's response with ``drafted`` and ``accepted``.
 
     Raises:
-        ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
-            the model or is used by another generation, or the cache cannot be rolled back.
+        ValueError: The prompt is empty or not of the vocabulary, an argument is none of those
+            above, the draft does not fit the model or is used by another generation, or the cache
+            cannot be rolled back.
     """
     drafted, accepted, steps, step, last_round = 0, 0, None, None, None
 

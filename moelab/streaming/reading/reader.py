@@ -131,11 +131,13 @@ class Reader:
     def finish(self, reads: list[Future | Flight]) -> None:
         """Wait until every read that ``start`` began has ended; raise if one of them failed."""
         wait([read for read in reads if isinstance(read, Future)])
-        for read in reads:
-            read.result()
-        self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
-        if not self._demanded:
-            self._end_demand()
+        try:
+            for read in reads:
+                read.result()
+        finally:
+            self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
+            if not self._demanded:
+                self._end_demand()
 
     def stop(self) -> None:
         """Wait until nothing is read and end the threads. The next read starts new ones."""
