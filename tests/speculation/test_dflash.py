@@ -97,22 +97,6 @@ def test_default_layers():
     assert default_layer_ids(4, 8) == ids
 
 
-def quantize(path):
-    """Pack a draft's matrices as mlx-lm does."""
-    model = load_model(path)
-    nn.quantize(model, 64, 8)
-    model.save_weights(str(path / "model.safetensors"))
-    config = json.loads((path / "config.json").read_text())
-    quantized = config | {"quantization": {"group_size": 64, "bits": 8}}
-    (path / "config.json").write_text(json.dumps(quantized))
-
-
-def test_quantized_as_mlx_lm_does(tmp_path):
-    write_draft(tmp_path, hidden_size=64, intermediate_size=64)
-    quantize(tmp_path)
-    assert isinstance(load_model(tmp_path).fc, nn.QuantizedLinear)
-
-
 def test_capture_hears_its_layers_and_leaves_nothing():
     model, other = target(), target()
     ids = mx.array([[3, 1, 4, 1, 5]])
@@ -175,15 +159,19 @@ def test_bad_files(tmp_path):
 def test_scales_wider_than_their_layer(name, tmp_path):
     """mlx-lm would divide by 0, which ends the process; also beside a matrix that is not packed."""
     path = shutil.copytree(MODELS / name, tmp_path / name)
-    if name == "tiny-dflash":
-        quantize(path)
-    weights = mx.load(str(path / "model.safetensors"))
-    mx.eval(weights)
+    file, told = str(path / "model.safetensors"), path / "config.json"
+    if name == "tiny-dflash":  # quantized as mlx-lm does
+        model, config = load_model(path), json.loads(told.read_text())
+        nn.quantize(model, 64, 8)
+        model.save_weights(file)
+        told.write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 8}}))
+        assert isinstance(load_model(path).fc, nn.QuantizedLinear)
+    mx.eval(weights := mx.load(file))
     name = next(k for k in weights if k.endswith("proj.scales")).removesuffix("scales")
     for dtype in (mx.uint32, mx.float32):
         damaged = {f"{name}weight": weights[f"{name}weight"].astype(dtype)}
         damaged[f"{name}scales"] = mx.zeros((weights[f"{name}scales"].shape[0], 2400))
-        mx.save_safetensors(str(path / "model.safetensors"), weights | damaged)
+        mx.save_safetensors(file, weights | damaged)
         with pytest.raises(CheckpointError, match=f"{path}.*scales that fit"):
             open_draft(path)
 
