@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .checkpoint import describe
@@ -60,3 +63,29 @@ def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list
             "Give another."
         )
     return ids
+
+
+def vocabulary(model: nn.Module) -> int:
+    """The vocabulary V of an mlx-lm model, from its configuration or else its embedding."""
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None) or {}
+    text = text if isinstance(text, dict) else vars(text)
+    return (
+        getattr(args, "vocab_size", None)
+        or text.get("vocab_size")
+        or max(
+            m.weight.shape[0]
+            for _, m in model.named_modules()
+            if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
+        )
+    )
+
+
+def check_tokens(tokens: mx.array, model: nn.Module) -> None:
+    """Refuse token ids outside the vocabulary, for which MLX would read beyond a table's end."""
+    ids, V = np.array(tokens), vocabulary(model)
+    if (wrong := ids[(ids < 0) | (ids >= V)]).size:
+        raise ValueError(
+            f"tokens: expected ids from 0 to {V - 1}, the model's vocabulary, got {wrong[0]}. "
+            "Encode the text with the model's own tokenizer."
+        )

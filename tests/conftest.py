@@ -35,8 +35,7 @@ SLOW = {
     "::test_every_recurrent_family": 3,
     "::test_fewer_experts_per_token": 3,
     # Each prefetcher and each policy stays, with one number of slots.
-    "::test_the_same_logits_and_counters_that_add_up": "-16-lru|lookahead-8-lfu",
-    "::test_a_router_asked_early_changes_no_token": "16-cached|48-direct|8-direct-fused",
+    "::test_the_same_logits_and_counters_that_add_up": "-16-lru|lookahead-8-lfu|40-direct|8-sta",
     # Each mode and the prefetcher stay, with MLX's kernels.
     "::test_threads_in_turn_and_at_once": "small reads-.*-mlx|reader threads-fused-mlx",
     # One setting of each way to read stays.

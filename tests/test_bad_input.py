@@ -23,10 +23,13 @@ from families import E, K
 from faults import edit_header, patch_preadv, read_in_threads
 from fuzzing import is_closed, num_open
 from greedy import greedy_logits
+from mlx_lm.generate import generate_step
 
 import moelab
 from moelab.checkpoint import Checkpoint
 from moelab.experts import expert_modules
+from moelab.speculation.drafts import LookupDraft
+from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as model_module
 from moelab.streaming.build import build_model, place_experts
 from moelab.streaming.config import OPTIONS
@@ -270,6 +273,29 @@ def test_model_without_experts(tmp_path, failing_load):
     for function in (moelab.stats, moelab.close):
         with pytest.raises(ValueError, match="expected a model from moelab.load"):
             function(families.load_resident(tmp_path))
+
+
+WRONG_IDS = ([10**6], [5, 10**6], [2**40, 5], [5, 6, -1], [5] * 2049 + [families.VOCAB])
+
+
+@pytest.mark.parametrize("ids", WRONG_IDS, ids=lambda ids: str(ids[-2:]))
+@pytest.mark.parametrize("mode", ["resident", "fused"])
+def test_token_ids_beyond_the_vocabulary(mode, ids, good, monkeypatch):
+    """MLX would read beyond its table, which ends the process."""
+    plain, lookup = families.load_resident(good), LookupDraft()
+    with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
+        for use in (
+            lambda ids: model(mx.array([ids])),
+            lambda ids: [*generate_step(mx.array(ids), model, max_tokens=5)],
+            lambda ids: [*speculative_generate_step(mx.array(ids), plain, lookup, max_tokens=5)],
+        ):
+            with pytest.raises(ValueError, match=f"ids from 0 to {families.VOCAB - 1}, .* got "):
+                use(ids)
+            use(PROMPT)
+        checked = []
+        monkeypatch.setattr(model_module, "check_tokens", lambda ids, _: checked.append(ids.size))
+        mx.eval([token for token, _ in generate_step(mx.array(PROMPT), model, max_tokens=5)])
+        assert checked == [len(PROMPT) - 1, 1], "a decoded token is not waited for"
 
 
 # Failures while a model streams

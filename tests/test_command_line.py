@@ -147,7 +147,7 @@ chat m --pipeline | --pipeline: several machines divide
 chat m --system x | did you mean --system-prompt
 serve m --pipeline | --pipeline: several machines divide the experts
 serve m --port 99999 | --port: expected a whole number from 0 to 65535
-serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: cannot be written: Not a directory
+serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: cannot be written
 serve m --prompt-cache-bytes much | --prompt-cache-bytes: expected bytes
 serve m --chat-template-args [1] | --chat-template-args: expected an object in JSON
 bench m --mode fused | did you mean .*--modes

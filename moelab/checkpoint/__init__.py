@@ -11,6 +11,7 @@ from .checkpoint import (
     Checkpoint,
     check_config,
     check_fork,
+    checked,
     mlx_lm_model,
     model_classes,
     try_out,

@@ -151,29 +151,32 @@ def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
 
 
 def _model_classes(checkpoint: Checkpoint, library: str, config: dict) -> tuple[type, type]:
-    """The classes of the model and its arguments, for mlx-lm, with placeholders for packed experts.
-
-    ``sanitize`` refuses scales that do not fit: mlx-lm could divide by 0, which ends the process.
-    """
-    cls, args = model_classes(config, library)
-    for name, field in getattr(args, "__dataclass_fields__", {}).items():
-        # check_config refuses a 0. Some families have truth values under such names.
-        if "group" in name and config.get(name) is False and "int" in str(field.type):
-            raise ValueError(f"{name}: expected a number, got False")
+    """The classes of the model and its arguments, for mlx-lm; placeholders for packed experts."""
     placeholders = {
         path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
         for path, t in checkpoint.packed.items()
     }
+    return checked(*model_classes(config, library), config, placeholders)
+
+
+def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tuple[type, type]:
+    """These classes of a model and its arguments, for mlx-lm; ``sanitize`` adds ``more`` weights.
+
+    It refuses scales that do not fit: mlx-lm could divide by 0, which ends the process.
+    """
+    for name, field in getattr(args, "__dataclass_fields__", {}).items():
+        # check_config refuses a 0. Some families have truth values under such names.
+        if "group" in name and config.get(name) is False and "int" in str(field.type):
+            raise ValueError(f"{name}: expected a number, got False")
 
     def sanitize(model, weights):
-        inherited = getattr(super(checked, model), "sanitize", lambda weights: weights)
-        weights = {**inherited(weights), **placeholders}
+        inherited = getattr(super(subclass, model), "sanitize", lambda weights: weights)
+        weights = {**inherited(weights), **(more or {})}
         for path, module in model.named_modules():
-            scales, packed = (weights.get(f"{path}.{name}") for name in ("scales", "weight"))
-            own = module.get("weight") if hasattr(module, "to_quantized") else None
-            if own is None or scales is None or packed is None or packed.dtype != mx.uint32:
+            scales, own = weights.get(f"{path}.scales"), module.get("weight")
+            if scales is None or own is None or not hasattr(module, "to_quantized"):
                 continue
-            if not 0 < scales.shape[-1] <= own.shape[-1]:
+            if not 0 < (scales.shape or (0,))[-1] <= own.shape[-1]:
                 raise ValueError(
                     f"{path}: expected scales that fit the layer {own.shape} of config.json, got "
                     f"{scales.shape}"
@@ -181,8 +184,8 @@ def _model_classes(checkpoint: Checkpoint, library: str, config: dict) -> tuple[
         return weights
 
     methods = {"sanitize": sanitize, "__module__": cls.__module__}
-    checked = type(cls.__name__, (cls,), methods)
-    return checked, args
+    subclass = type(cls.__name__, (cls,), methods)
+    return subclass, args
 
 
 def mlx_lm_model(

@@ -10,8 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from .. import StreamConfig, load
 from ..checkpoint import check_writable
-from ..prompt import encode, render
-from ..speculation.target import vocabulary
+from ..prompt import encode, render, vocabulary
 from ..streaming.session import session_of
 from . import arguments
 from .argument_types import not_empty, prompt_text

@@ -12,8 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .. import StreamConfig, load, stats
-from ..prompt import encode, from_prompt_on, templated
-from ..speculation.target import vocabulary
+from ..prompt import encode, from_prompt_on, templated, vocabulary
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments

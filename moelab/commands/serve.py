@@ -13,7 +13,7 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from ..speculation.target import vocabulary
+from ..prompt import vocabulary
 from ..streaming.config import StreamConfig
 from ..streaming.model import close, find, load
 from ..streaming.plan import plan

@@ -85,10 +85,13 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Say on stderr how many slots were chosen and why, if they were; of ranks, only 0 does."""
+    """Say on stderr which slots there are and why, if not those asked for; of ranks, 0 does."""
     session = session_of(model)
-    if (plan := session.plan) and not (session.ranks and session.ranks.rank):
-        print(f"moelab: {plan}", file=sys.stderr)
+    said, E, slots = session.plan, session.facts.num_experts, session.config.slots
+    if said is None and session.residency.layers and slots > E:
+        said = f"slots={E} of {E} in each layer, as it has no more experts: --slots {slots} is more"
+    if said and not (session.ranks and session.ranks.rank):
+        print(f"moelab: {said}", file=sys.stderr)
 
 
 def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:

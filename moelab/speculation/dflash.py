@@ -6,6 +6,7 @@ published drafts load as they are. In shapes, b is the block size, n the number 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,13 +18,15 @@ from mlx_lm.models.cache import KVCache
 from ..checkpoint import (
     check_config,
     check_fork,
+    checked,
     merge_headers,
     read_header,
     read_json,
     readable,
     shorten,
 )
-from .target import compute_alike, embedding_and_head, vocabulary
+from ..prompt import vocabulary
+from .target import compute_alike, embedding_and_head
 
 # While nothing is drafted, the features of so many tokens wait, and a draft reads so many at once.
 # All of a text of 4,000 would take 70 MB, and 150 more while the draft reads them.
@@ -218,7 +221,7 @@ def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
         files = sorted(path.glob("model*.safetensors"))
         tensors = merge_headers({file: read_header(file) for file in files})
         check_config(read_json(path / "config.json"), path / "config.json", len(tensors))
-        own = {"get_model_classes": lambda config: (DFlashModel, DFlashArgs)}
+        own = {"get_model_classes": partial(checked, DFlashModel, DFlashArgs)}
         model, _ = mlx_lm_utils.load_model(path, lazy=True, **own)
         # Call the draft on zeros, without evaluation: MLX raises if types or shapes do not fit.
         cache, D = model.make_cache(), model.args.hidden_size

@@ -9,9 +9,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..prompt import vocabulary
 from .policy import Policy
 from .rollback import Rollback
-from .target import PREFILL_STEP, vocabulary
+from .target import PREFILL_STEP
 
 Choose = Callable[[mx.array], mx.array]
 

@@ -27,6 +27,7 @@ from mlx_lm.generate import (
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..hooks import with_globals
+from ..prompt import check_tokens
 from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
 from .rollback import Rollback
@@ -89,14 +90,15 @@ def speculative_generate(
         SpeculativeResponse: mlx-lm's response with ``drafted`` and ``accepted``.
 
     Raises:
-        ValueError: The prompt is empty, an argument is none of those above, the draft does not fit
-            the model or is used by another generation, or the cache cannot be rolled back.
+        ValueError: The prompt is empty or not of the vocabulary, an argument is none of those
+            above, the draft does not fit the model or is used by another generation, or the cache
+            cannot be rolled back.
     """
     drafted, accepted, steps, step, last_round = 0, 0, None, None, None
 
     def generate_step(prompt, model, stream, **kwargs):
         nonlocal steps, step
-        prompt, kwargs["num_draft_tokens"] = prompt.astype(mx.uint32), num_draft_tokens
+        kwargs["num_draft_tokens"] = num_draft_tokens
         steps = speculative_generate_step(prompt, model, draft, stream, **kwargs)
         for step in steps:
             yield step[:2]
@@ -155,6 +157,8 @@ def speculative_generate_step(
             raise ValueError(f"{name}: expected {expected}, got {n!r}.")
     if prompt.size == 0:
         raise ValueError("prompt: expected at least one token, got none.")
+    check_tokens(prompt, model)
+    prompt = prompt.astype(mx.uint32)
     policy = learned_policy(model, draft) if num_draft_tokens == "auto" else num_draft_tokens
     if isinstance(policy, int) and policy >= 0:
         policy = Always(policy)

@@ -18,14 +18,16 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache, trim_prompt_cach
 from ..checkpoint import (
     CheckpointError,
     check_fork,
+    checked,
     model_classes,
     read_header,
     read_json,
     readable,
 )
 from ..hooks import with_globals
+from ..prompt import vocabulary
 from .dflash import QUEUED_TOKENS
-from .target import compute_alike, embedding_and_head, vocabulary
+from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms are stored less 1
@@ -157,25 +159,26 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
     A CheckpointError says what is missing or does not fit.
     """
     check_fork()
-    path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
-    config = read_json(path / "config.json")
-    stored = _stored(path, config)
-    changes = dict(ONE_LAYER)
-    if "text_config" in config:
-        changes = {"text_config": config["text_config"] | ONE_LAYER}
-    if "quantization" in config or "quantization_config" not in config:
-        # mlx-lm infers it from the shapes; what config.json says of single modules has other names.
-        said = config.get("quantization", {"group_size": 64, "bits": 4})
-        changes["quantization"] = {k: v for k, v in said.items() if not isinstance(v, (dict, bool))}
+    what = f"{path_or_hf_repo}: mlx-lm cannot build a draft head of its config.json and tensors:"
+    with readable(what):  # a damaged configuration raises many types of errors
+        path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
+        config = read_json(path / "config.json")
+        stored = _stored(path, config)
+        changes = dict(ONE_LAYER)
+        if "text_config" in config:
+            changes = {"text_config": config["text_config"] | ONE_LAYER}
+        if "quantization" in config or "quantization_config" not in config:
+            # mlx-lm infers it from the shapes; config.json has other names for single modules.
+            said = config.get("quantization", {"group_size": 64, "bits": 4})
+            changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 
-    def classes(config):
-        cls, args = model_classes({**config, "model_type": stored.family}, "mlx-lm")
-        names = {"__module__": cls.__module__, "stored": stored}
-        return type(cls.__name__, (Head, cls), names), args
+        def classes(config):
+            cls, args = model_classes({**config, "model_type": stored.family}, "mlx-lm")
+            names = {"__module__": cls.__module__, "stored": stored}
+            return checked(type(cls.__name__, (Head, cls), names), args, config)
 
-    files = SimpleNamespace(glob=lambda pattern: list(map(str, stored.files)))
-    load = with_globals(mlx_lm_utils.load_model, {"glob": files})
-    with readable(f"{path}: mlx-lm cannot build a draft head of its config.json and tensors:"):
+        files = SimpleNamespace(glob=lambda pattern: list(map(str, stored.files)))
+        load = with_globals(mlx_lm_utils.load_model, {"glob": files})
         head, _ = load(path, lazy=True, model_config=changes, get_model_classes=classes)
         zeros = mx.zeros((1, 1, head.hidden_size))  # MLX raises if types or shapes do not fit
         head(zeros, zeros, make_prompt_cache(head))

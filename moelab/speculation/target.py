@@ -1,4 +1,4 @@
-"""What speculation needs of the target: vocabulary, embedding and head, layer outputs, its lock."""
+"""What speculation needs of the target: embedding and head, layer outputs, its lock."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -18,22 +18,6 @@ _SHARED_LOCK = threading.RLock()
 def lock(model: nn.Module) -> threading.RLock:
     """The lock to hold while a pass has hooks in the model's layers: its own, or a shared one."""
     return getattr(model, "lock", _SHARED_LOCK)
-
-
-def vocabulary(model: nn.Module) -> int:
-    """The vocabulary V of an mlx-lm model, from its configuration or else its embedding."""
-    args = getattr(model, "args", None)
-    text = getattr(args, "text_config", None) or {}
-    text = text if isinstance(text, dict) else vars(text)
-    return (
-        getattr(args, "vocab_size", None)
-        or text.get("vocab_size")
-        or max(
-            m.weight.shape[0]
-            for _, m in model.named_modules()
-            if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
-        )
-    )
 
 
 def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:

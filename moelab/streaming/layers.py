@@ -65,7 +65,9 @@ class StreamedExperts(nn.Module):
 
     def _call(self, x, indices):
         session = self.session
-        if x.dtype != session.dtype:
+        # In half precision some families give their experts float32, and MLX computes in it. Slots
+        # of a model in float32 may keep scales in bfloat16, with which MLX would round otherwise.
+        if x.dtype != session.dtype == mx.float32:
             raise TypeError(
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
                 "Something before this layer changed the type of the activations: cast them back."

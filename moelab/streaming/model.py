@@ -33,6 +33,7 @@ from ..detokenizer import Detokenizer
 from ..experts import read_experts
 from ..hooks import with_globals
 from ..memory import return_free_memory
+from ..prompt import check_tokens
 from .build import build_model, place_experts
 from .config import StreamConfig
 from .facts import facts_of
@@ -50,7 +51,8 @@ from .session import Session, recurrent_states, session_of, stats
 class LoadedModel:
     """Mixed into the class of a model that ``load`` returns: it counts calls, one thread at a time.
 
-    Hold ``lock`` to keep other threads out for longer than a call.
+    Hold ``lock`` to keep other threads out for longer than a call. Token ids beyond the vocabulary,
+    for which MLX would end the process, are refused, but for single ones in uint32.
     """
 
     @property
@@ -58,6 +60,9 @@ class LoadedModel:
         return self._session.lock
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
+        # What a sampler chose is uint32. To look at it, this would wait for the call before.
+        if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
+            check_tokens(inputs, self)
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
             # With too few entries mlx-lm would leave out layers.

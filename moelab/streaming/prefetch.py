@@ -5,6 +5,8 @@ waits for. Threads' reads that have not begun when the guessed layer is called a
 guess evicts experts of its layer, but none it names.
 """
 
+from inspect import signature
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -45,6 +47,17 @@ class Lookahead(Prefetcher):
     A block of ``kernels`` has ``route``. Another is called with x, and its experts give the choice.
     """
 
+    def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
+        super().__init__(layers, blocks)
+        for experts, block in zip(layers, blocks):
+            try:
+                signature(block.__class__.__call__).bind(block, "x")
+            except TypeError as e:
+                raise ValueError(
+                    f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router "
+                    f"cannot be asked before its layer is called ({e}). Use prefetch='none'."
+                ) from e
+
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
         if layer + 1 == len(self._layers):
             return []
@@ -58,11 +71,6 @@ class Lookahead(Prefetcher):
         experts.probe = asked.append
         try:
             self._blocks[layer + 1](x if x.ndim > 2 else x[None])
-        except (TypeError, ValueError) as e:
-            raise ValueError(
-                f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router cannot "
-                f"be asked before its layer is called ({e}). Use prefetch='none'."
-            ) from e
         finally:
             experts.probe = None
         return asked
@@ -111,8 +119,10 @@ class Router(Prefetcher):
                 "fast kernels compute in one piece on a CPU, got one that MLX computes, whose "
                 "router would be waited for twice. Use prefetch='lookahead' or 'none'."
             )
-        self._top_k, E = layers[0].session.top_k, layers[0].num_experts
+        self._top_k, E = layers[0].session.top_k, min(m.num_experts for m in layers)
         self.asks_early = min(2 * self._top_k, E)
+        # The first expert that a token would not take. If K is E, it takes all: all are sure.
+        self._next, self._sure = min(self._top_k, E - 1), SURE if self._top_k < E else 0.0
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
@@ -120,7 +130,7 @@ class Router(Prefetcher):
 
         For each token its 2K likeliest are kept: they are not evicted.
         """
-        sure = p >= SURE * p[:, self._top_k : self._top_k + 1]
+        sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
         return [*named] if self._right[layer] >= WORTH else [], likely.ravel().tolist()

@@ -138,12 +138,13 @@ class Session:
         is_prompt = inputs.ndim > 1 and inputs.shape[1] > 1
         if is_prompt:
             self._prompt_tokens += inputs.size
-            self.residency.expect(inputs.size)
         elif self._prompt_tokens:
             if self._prompt_tokens >= LONG_PROMPT:
                 return_free_memory()
             self._prompt_tokens = 0
         self.counting.begin(inputs.size, is_prompt)
+        if is_prompt:
+            self.residency.expect(inputs.size)
         if self.recorder is not None:
             self.recorder.begin(inputs, "prefill" if is_prompt else "decode")
 

@@ -33,8 +33,8 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 
 import moelab
+from moelab.commands.drafting import open_draft
 from moelab.repack import repack
-from moelab.speculation.dflash import DFlashDraft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming.model import load_model
 
@@ -226,6 +226,7 @@ def write_bases(path):
     write_draft(
         path / "draft", hidden_size=families.D, num_target_layers=6, vocab_size=families.VOCAB
     )
+    shutil.copytree(moelab.DATA / "models" / "tiny-mtp", path / "tiny-mtp")
     lora = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
     plain = families.load_resident(path / CONFIGS[0])
     linear_to_lora_layers(plain, 2, lora)
@@ -347,7 +348,7 @@ def drafts_target():
 def drafted(_, damaged):
     made, want = drafts_target()
     steps = speculative_generate_step(
-        mx.array(PROMPT), made, DFlashDraft(damaged), num_draft_tokens=3, max_tokens=STEPS
+        mx.array(PROMPT), made, open_draft(damaged), num_draft_tokens=3, max_tokens=STEPS
     )
     return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
 
@@ -368,8 +369,8 @@ KINDS = {  # the folder, the file in it, its damage, and what is done with it
     "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, model),
     "config": (CONFIGS, "[cg]*config.json", damage_json, model),
     "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, tokenizer),
-    "draft config": (("draft",), "config.json", damage_json, drafted),
-    "draft header": (("draft",), "*.safetensors", damage_header, drafted),
+    "draft config": (("draft", "tiny-mtp"), "config.json", damage_json, drafted),
+    "draft header": (("draft", "tiny-mtp"), "*.safetensors", damage_header, drafted),
     "adapter config": (("adapters",), "*.json", damage_json, adapted),
     "adapter header": (("adapters",), "*.safetensors", damage_header, adapted),
     "trace": (("trace",), "*.npz", damage_trace, trace),

@@ -1,6 +1,7 @@
 """DFlash drafts: z-lab's layout against an independent numpy forward, and the trained drafts."""
 
 import json
+import shutil
 from functools import cache as once
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from tiny_drafts import DRAFTS
 
 from moelab import kernels
 from moelab.checkpoint import CheckpointError
+from moelab.commands.drafting import open_draft
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
 from moelab.speculation.drafts import ModelDraft
@@ -95,17 +97,6 @@ def test_default_layers():
     assert default_layer_ids(4, 8) == ids
 
 
-def test_quantized_as_mlx_lm_does(tmp_path):
-    write_draft(tmp_path, hidden_size=64)
-    model = load_model(tmp_path)
-    nn.quantize(model, 64, 8, class_predicate=lambda p, m: p == "fc")
-    model.save_weights(str(tmp_path / "model.safetensors"))
-    config = json.loads((tmp_path / "config.json").read_text())
-    quantized = config | {"quantization": {"group_size": 64, "bits": 8}}
-    (tmp_path / "config.json").write_text(json.dumps(quantized))
-    assert isinstance(load_model(tmp_path).fc, nn.QuantizedLinear)
-
-
 def test_capture_hears_its_layers_and_leaves_nothing():
     model, other = target(), target()
     ids = mx.array([[3, 1, 4, 1, 5]])
@@ -162,6 +153,27 @@ def test_bad_files(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         DFlashDraft(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])
+def test_scales_wider_than_their_layer(name, tmp_path):
+    """mlx-lm would divide by 0, which ends the process; also beside a matrix that is not packed."""
+    path = shutil.copytree(MODELS / name, tmp_path / name)
+    file, told = str(path / "model.safetensors"), path / "config.json"
+    if name == "tiny-dflash":  # quantized as mlx-lm does
+        model, config = load_model(path), json.loads(told.read_text())
+        nn.quantize(model, 64, 8)
+        model.save_weights(file)
+        told.write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 8}}))
+        assert isinstance(load_model(path).fc, nn.QuantizedLinear)
+    mx.eval(weights := mx.load(file))
+    name = next(k for k in weights if k.endswith("proj.scales")).removesuffix("scales")
+    for dtype in (mx.uint32, mx.float32):
+        damaged = {f"{name}weight": weights[f"{name}weight"].astype(dtype)}
+        damaged[f"{name}scales"] = mx.zeros((weights[f"{name}scales"].shape[0], 2400))
+        mx.save_safetensors(file, weights | damaged)
+        with pytest.raises(CheckpointError, match=f"{path}.*scales that fit"):
+            open_draft(path)
 
 
 # The trained drafts

@@ -145,6 +145,10 @@ def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
     write(tmp_path, {"a": mx.zeros(1)}, {"model_type": "gpt_oss", "num_hidden_layers": 2})
     with pytest.raises(CheckpointError, match="gpt_oss is not known here: expected one of qwen3"):
         MTPDraft(tmp_path)
+    for damaged in ({}, {"text_config": "x"}, {"num_hidden_layers": 1, "quantization": 3}):
+        write(tmp_path, {"fc.weight": mx.zeros(1)}, {"model_type": "qwen3_5_mtp", **damaged})
+        with pytest.raises(CheckpointError, match=f"{tmp_path}: mlx-lm cannot build a draft head"):
+            MTPDraft(tmp_path)
 
 
 # The trained head

@@ -44,6 +44,13 @@ def test_all_that_fits_is_in_slots():
     assert "nearly all of the memory" in found[3].reason and "every expert" in found[-1].reason
 
 
+def test_more_slots_than_experts_are_said(run, model_path):
+    for slots in (16, 17):
+        done = run("generate", model_path, "-p", "a", "-m", 1, "--slots", slots)
+        assert done.code is None or done.code == 0
+        assert ("slots=16 of 16 in each layer" in done.said) == (slots > 16)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss", "deepseek_v32", "jamba", "llama4"])
 def test_caches_are_counted_as_they_grow(name, tmp_path):
     """For a hybrid, a sliding window, a cache of two, a Mamba and a chunked one: not too few."""

@@ -21,7 +21,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from ... import StreamConfig
-from ...speculation.target import vocabulary
+from ...prompt import vocabulary
 from ...streaming.model import load_model
 from ...streaming.session import session_of
 from ...streaming.trace import Trace

@@ -51,6 +51,7 @@ class Reader:
         # A lock that is held while a layer waits for reads, else None. A Ctrl-C inside a method of
         # ``threading.Event``, which is Python code, can leave the event's own lock taken for good.
         self._demand = None
+        self._demanded = []  # the reads that a layer began and may still wait for
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -64,13 +65,15 @@ class Reader:
         self._begin_demand()
         if self.direct and len(ranges):
             flight = self.fly(ranges)
-            return [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
-        ranges = self._read_cached(ranges)
-        if not self._is_small(ranges):
-            return self._read_in_pool(ranges)
-        if len(ranges):
-            self.read_here(ranges)
-        return []
+            reads = [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
+        else:
+            ranges, reads = self._read_cached(ranges), []
+            if not self._is_small(ranges):
+                reads = self._read_in_pool(ranges)
+            elif len(ranges):
+                self.read_here(ranges)
+        self._demanded += reads
+        return reads
 
     def fly(self, ranges: Ranges) -> Flight | None:
         """Begin to read past the page cache without a thread; None if that is not possible now."""
@@ -128,9 +131,13 @@ class Reader:
     def finish(self, reads: list[Future | Flight]) -> None:
         """Wait until every read that ``start`` began has ended; raise if one of them failed."""
         wait([read for read in reads if isinstance(read, Future)])
-        self._end_demand()
-        for read in reads:
-            read.result()
+        try:
+            for read in reads:
+                read.result()
+        finally:
+            self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
+            if not self._demanded:
+                self._end_demand()
 
     def stop(self) -> None:
         """Wait until nothing is read and end the threads. The next read starts new ones."""

@@ -82,6 +82,7 @@ class UploadingReader(Reader):
                 self._read_piece(part, memory, i)
             else:
                 begun.append(self._pool.submit(self._read_piece, part, memory, i))
+        self._demanded += begun
         return begun
 
     def _wait(self):

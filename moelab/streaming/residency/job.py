@@ -6,16 +6,21 @@ from contextlib import suppress
 from queue import SimpleQueue
 from time import perf_counter, sleep
 
+from ..counters import Counters
 from ..reading.file import ReadError
 from ..reading.reader import SHARE_NBYTES, Reader
 from .bank import SlotBank
 
 
 class Job:
-    """Experts on their way into slots of one layer, which belong to the job until ``collect``."""
+    """Experts on their way into slots of one layer, which belong to the job until ``collect``.
 
-    def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int]):
-        self._reader, self._bank, self.slots = reader, bank, slots
+    ``counters`` are those of the phase that it began in, which also get what becomes of it.
+    """
+
+    def __init__(self, reader: Reader, bank: SlotBank, slots: dict[int, int], counters: Counters):
+        self._reader, self._bank, self.slots, self.counters = reader, bank, slots, counters
+        counters.prefetch_issued += len(slots)
         self._queued, self._flights = deque(), {}  # ``Future``s would take as long as small reads
         self._took_s = {}  # seconds of each expert's read; None if it failed
         self._ended = SimpleQueue()  # experts whose read a thread has ended

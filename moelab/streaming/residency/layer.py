@@ -206,10 +206,10 @@ class LayerSlots:
             self.job = None
 
     def _count_prefetched(self, is_needed, took_s, waited_s):
-        c = self._counting.now
+        c = self.job.counters
         c.prefetch_used += is_needed
         c.prefetch_wasted += not is_needed
         if is_needed:
             c.prefetch_late += waited_s > 0
             c.prefetch_saved_s += max(0.0, took_s - waited_s)
-            c.wait_s += waited_s
+            self._counting.now.wait_s += waited_s

@@ -210,8 +210,5 @@ class Residency:
         """Begin to read those of the experts that are not held and for which there are slots."""
         if len(self.layers) == 1:  # else other layers' calls evaluated its readers
             mx.eval(self._handover.pending)
-        slots = layer.table.reserve(experts, kept)
-        if not slots:
-            return
-        self._counting.now.prefetch_issued += len(slots)
-        layer.job = Job(self._reader, layer.bank, slots)
+        if slots := layer.table.reserve(experts, kept):
+            layer.job = Job(self._reader, layer.bank, slots, self._counting.now)
