@@ -12,7 +12,6 @@ import hashlib
 import html
 import json
 import re
-import tempfile
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +21,7 @@ from urllib.parse import quote
 import numpy as np
 
 from ... import DATA, StreamConfig, load, record
-from ...checkpoint import describe, read_json, shorten
+from ...checkpoint import describe, read_json, shorten, temporary_folder
 from ...commands.argument_types import not_empty
 from ...commands.arguments import add_model
 from ...replay.sizes import ModelSizes
@@ -73,8 +72,8 @@ def measured(path: Path) -> dict[str, Any]:
     model, tokenizer = load(path)
     with model, record(model) as trace:
         decode(model, encode(tokenizer, PROMPTS[0]), TOKENS, warmup=WARMUP)
-    with tempfile.TemporaryDirectory() as work:
-        trace.save(file := Path(work) / "trace.npz")
+    with temporary_folder() as work:
+        trace.save(file := work / "trace.npz")
         made["trace"] = base64.b64encode(file.read_bytes()).decode()
     made = json.loads(json.dumps(made))  # as JSON will give it back
     return made | {"digest": digest(made)}
@@ -122,8 +121,8 @@ def problems(made: dict[str, Any]) -> list[str]:
 
 def unpacked(text: str) -> Trace:
     """The trace of a file's content."""
-    with tempfile.TemporaryDirectory() as work:
-        file = Path(work) / "trace.npz"
+    with temporary_folder() as work:
+        file = work / "trace.npz"
         file.write_bytes(base64.b64decode(text, validate=True))
         return Trace.load(file)
 
