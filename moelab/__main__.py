@@ -129,8 +129,7 @@ def _flush_or_drop(out):
 
 
 if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
-        signal.signal(signal.SIGINT, interrupts.end)
+    interrupts.end_at_ctrl_c()
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and Python's end would be killed
     sys.exit(code)

@@ -9,9 +9,10 @@ call of a streamed model holds Ctrl-C back (``held``).
 import os
 import sys
 import threading
+import time
 
 # Those of ``signal`` make enums of handlers, which takes ten times as long.
-from _signal import getsignal, signal
+from _signal import getsignal, set_wakeup_fd, signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -19,15 +20,35 @@ from pathlib import Path
 from signal import SIGINT, default_int_handler
 
 _undo = []  # what ``end`` calls, from the last to the first
+_ends = False  # whether ``end`` was called
 _came = False  # whether there was a Ctrl-C that ``held`` holds back
 
 
 # Commands
 
 
+def end_at_ctrl_c() -> None:
+    """Have Ctrl-C end the process, unless it is ignored."""
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, end)
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        set_wakeup_fd(writes)
+        threading.Thread(target=_watch, args=(reads,), daemon=True).start()
+
+
+def _watch(signals):
+    """End where the main thread comes to no handler, as in one evaluation of a long prompt."""
+    while number := os.read(signals, 1):
+        time.sleep(1)
+        if number[0] == SIGINT and getsignal(SIGINT) is end and not _ends:
+            end()
+
+
 def end(*_) -> None:
     """End the process, the others that it began, and what is half written (``undone``)."""
-    said = ["interrupted"]
+    global _ends
+    _ends, said = True, ["interrupted"]
     try:
         for undo in (_kill_children, *reversed(_undo)):
             with suppress(Exception):

@@ -269,7 +269,7 @@ def test_ctrl_c_in_the_first_second(delay_s, model_path):
 
 
 CTRL_C = """
-import runpy, signal, subprocess, sys
+import ctypes, os, runpy, signal, subprocess, sys, threading, time
 from moelab import repack
 from moelab.commands import kv_cache
 from moelab.streaming import model
@@ -282,6 +282,14 @@ def begin(*_):
     subprocess.Popen(["sleep", "1000"])
     Gone()
 
+def wait(*_):
+    "In native code, for a lock that nobody gives back."
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    memory = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(memory)
+    time.sleep(1000)
+
 save = kv_cache.save_prompt_cache
 {}
 sys.argv[1:] = {!r}.split()
@@ -289,6 +297,7 @@ runpy.run_module("moelab", run_name="__main__")
 """
 CUTS = {  # a command of model M: where it is cut off, and what it says
     "generate M -p x": ("model.tokenizer_of = begin", ""),
+    "generate M -p y": ("model.tokenizer_of = wait", ""),
     "repack M o": ("repack._Layer.write = begin", ": nothing was written, there is no o"),
     "cache-prompt M --prompt x --prompt-cache-file o.safetensors": (
         "kv_cache.save_prompt_cache = lambda *args: save(*args) or begin()",
