@@ -3,6 +3,7 @@
 import os
 import pkgutil
 import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures._base import _AcquireFutures
@@ -128,6 +129,24 @@ def test_ctrl_c_in_a_destructor(target, monkeypatch):
                 answer(load()[0])
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert np.array_equal(answer(model), want)
+
+
+def test_ctrl_c_while_modules_are_imported():
+    """It waits for them: after an exception numpy could not be imported again."""
+    script = """if True:
+        import signal, sys, moelab
+        class Finder:
+            def find_spec(name, *_):
+                if name == "numpy._core.overrides":
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Finder)
+        try:
+            moelab.load
+        except KeyboardInterrupt:
+            print(moelab.load.__name__)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "load\n", done.stderr
 
 
 def test_a_table_is_whole_again_after_any_line():
