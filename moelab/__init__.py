@@ -8,7 +8,7 @@ seconds end in ``_s``.
 from importlib import import_module
 from pathlib import Path
 
-from . import open_files  # noqa: F401 (before mlx-lm is imported anywhere)
+from . import interrupts, open_files  # noqa: F401 (before mlx-lm is imported anywhere)
 
 __version__ = "0.2.0"
 
@@ -47,4 +47,5 @@ def __getattr__(name: str):
     """A public name, imported when it is first used: that takes a second, mostly for MLX."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    with interrupts.held():  # a compiled module cannot be imported again after an exception
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)

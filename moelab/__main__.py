@@ -11,14 +11,10 @@ import re
 import signal
 import sys
 import textwrap
-from difflib import get_close_matches
 from pathlib import Path
 
-from tqdm import tqdm
+from . import __version__, interrupts
 
-from . import __version__
-
-INTERRUPTED = 130  # the exit status after Ctrl-C
 DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
 COMMANDS = {  # name: its module, what it does
     "check": ("lab.check", "does this machine have what it takes?"),
@@ -71,6 +67,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         if name == given:
             command.register("action", None, _Once)
+            from tqdm import tqdm  # here, so that a Ctrl-C before it finds ``interrupts.end``
+
             with tqdm(desc=f"moelab {name} starts", bar_format="{desc}", leave=False, disable=None):
                 module = importlib.import_module(f"{__package__}.{module_name}")
             module.add_arguments(command)
@@ -94,6 +92,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _check_options(name, command, words):
     """End the command at an option that it does not have, and say which one may be meant."""
+    from difflib import get_close_matches
+
     known = {option: option for action in command._actions for option in action.option_strings}
     for action in command._actions:
         if not action.option_strings:
@@ -124,26 +124,6 @@ def _as_typed(text, flags):
     return re.sub(names, flag, text)
 
 
-def _end(*_):
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
-
-
-def end_at_ctrl_c() -> None:
-    """Let Ctrl-C end the process at once during imports, where an exception can be lost."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _end)
-
-
-def raise_at_ctrl_c() -> None:
-    """Make Ctrl-C an exception again, if ``end_at_ctrl_c`` changed that."""
-    # numpy imports this module at its first use, and can lose a Ctrl-C that comes meanwhile.
-    import numpy.random  # noqa: F401
-
-    if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run one command, of ``argv`` or else this process's arguments, and give its exit status."""
     for name in ("stdout", "stderr"):
@@ -158,17 +138,9 @@ def main(argv: list[str] | None = None) -> int:
             from .checkpoint import check_writable
 
             check_writable(args.json, f"--json {args.json!r}")
-        raise_at_ctrl_c()
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
-    except (KeyboardInterrupt, RuntimeError) as error:
-        # In an import, Python 3.11 makes a RuntimeError of it.
-        interrupt = error.__cause__ if isinstance(error, RuntimeError) else error
-        if not isinstance(interrupt, KeyboardInterrupt):
-            raise
-        print("interrupted" + f": {interrupt}" * bool(interrupt.args), file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # in one line
@@ -204,10 +176,9 @@ def _flush_or_drop(out):
 
 def start() -> None:
     """Run this process's command, and end the process: ``moelab``, or ``python -m moelab``."""
-    end_at_ctrl_c()
+    interrupts.end_at_ctrl_c()
     code = main()
-    if code == INTERRUPTED:  # a kernel that was being compiled cannot be closed: report nothing
-        sys.unraisablehook = lambda unraisable: None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and Python's end would be killed
     sys.exit(code)
 
 

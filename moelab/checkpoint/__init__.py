@@ -25,6 +25,7 @@ from .files import (
     readable,
     regular_file,
     shorten,
+    temporary_folder,
 )
 from .headers import (
     DTYPE_NAMES,

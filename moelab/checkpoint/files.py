@@ -8,9 +8,12 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
+
+from ..interrupts import undone
 
 SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
@@ -87,6 +90,15 @@ def check_writable(path: str | Path, what: str) -> None:
 
 
 @contextmanager
+def temporary_folder(prefix: str = "", parent: str | Path | None = None) -> Iterator[Path]:
+    """Yield a new folder, which is removed after the block, also if Ctrl-C ends a command there."""
+    folder = Path(parent or tempfile.gettempdir(), prefix + os.urandom(8).hex())
+    with undone(partial(shutil.rmtree, folder, ignore_errors=True)):
+        folder.mkdir(0o700)
+        yield folder
+
+
+@contextmanager
 def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, tqdm]]:
     """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
 
@@ -106,9 +118,13 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
             f"not enough disk in {parent}: {out.name} takes {nbytes / 1e9:.2f} GB, "
             f"{free / 1e9:.2f} GB is free; choose another disk",
         )
+
+    def nothing():
+        return None if os.path.lexists(out) else f"nothing was written, there is no {out}"
+
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=parent) as beside:
-            folder = Path(beside) / out.name
+        with undone(nothing), temporary_folder(f"{out.name}.", parent) as beside:
+            folder = beside / out.name
             folder.mkdir()
             shown = {"desc": out.name, "unit": "B", "unit_scale": True, "leave": False}
             with tqdm(total=nbytes, disable=not progress or None, **shown) as bar:
@@ -117,12 +133,11 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
                 _to_disk(path)
             os.rename(folder, out)
         _to_disk(parent)
-    except (KeyboardInterrupt, OSError, RuntimeError) as error:  # MLX's writes raise the last
-        if os.path.lexists(out):
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(*filter(None, [nothing()])) from None
+    except (OSError, RuntimeError) as error:  # MLX's writes raise the last
+        if (words := nothing()) is None:
             raise
-        words = f"nothing was written, there is no {out}"
-        if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(words) from None
         raise OSError(f"{words}: {getattr(error, 'strerror', None) or error}") from error
 
 

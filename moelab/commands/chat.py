@@ -10,6 +10,7 @@ from mlx_lm import chat as mlx_lm_chat
 from tqdm import tqdm
 
 from ..hooks import with_globals
+from ..interrupts import undone
 from ..prompt import templated
 from ..streaming.config import StreamConfig
 from ..streaming.model import load
@@ -28,7 +29,8 @@ class ChatUI(mlx_lm_chat.ChatUI):
         text = ""
         while not text.strip():
             try:
-                text = super().prompt()
+                with undone(print, after=False):  # else the shell writes over the frame's end
+                    text = super().prompt()
                 text.encode()
             except EOFError:
                 return "q"

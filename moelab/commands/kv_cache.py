@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 from ..checkpoint import Checkpoint, check_writable, describe, read_header, shorten, try_out
+from ..interrupts import written
 from ..speculation.drafts import Draft, LookupDraft, TokenCache
 from ..streaming.build import build_model
 from ..streaming.config import StreamConfig
@@ -137,14 +138,11 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
 def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> None:
     """Write caches, their metadata and its ``checksum``; the file is there once it is complete."""
     metadata = metadata | {"checksum": checksum(cache, metadata)}
-    beside = file.with_name(f"{file.stem}.{os.getpid()}.safetensors")
     try:
-        save_prompt_cache(str(beside), cache, metadata)
-        os.replace(beside, file)
+        with written(file) as beside:
+            save_prompt_cache(str(beside), cache, metadata)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _read(file, made=None):

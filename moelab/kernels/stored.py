@@ -8,13 +8,14 @@ a folder that cannot be used (somebody else's, or full) nothing is stored.
 import hashlib
 import os
 import stat
-import tempfile
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import llvmlite
 from llvmlite import binding as llvm
+
+from ..interrupts import written
 
 DIGEST_NBYTES = hashlib.sha256().digest_size
 
@@ -36,15 +37,9 @@ def save(name: str, code: bytes) -> None:
     """Keep object code for later processes, if that is possible."""
     with suppress(OSError, RuntimeError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-        into = _file(name)
-        with tempfile.NamedTemporaryFile(dir=into.parent, delete=False) as file:
-            try:
-                file.write(hashlib.sha256(code).digest() + code)
-                file.close()
-                os.replace(file.name, into)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with written(_file(name)) as beside:
+            beside.touch(0o600)
+            beside.write_bytes(hashlib.sha256(code).digest() + code)
 
 
 def folder() -> Path:

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ..interrupts import undone
+
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 V1, V2 = "cgroup v1", "cgroup v2"
@@ -99,11 +101,8 @@ def run(
 def limited(nbytes: int | None = None) -> Iterator[Prepared]:
     """Prepare a limit for commands that are started inside the block."""
     prepared = Prepared() if nbytes is None else _prepare(nbytes)
-    try:
+    with undone(lambda: _remove(prepared.group)):
         yield prepared
-    finally:
-        if prepared.group:
-            _remove(prepared.group)
 
 
 def _prepare(nbytes):
@@ -204,8 +203,8 @@ def _limits_children(group):
 
 
 def _remove(group):
-    """Remove a cgroup once the kernel has torn its last process down."""
-    for _ in range(50):
+    """Remove a cgroup, if there is one, once the kernel has torn its last process down."""
+    for _ in range(50 if group else 0):
         try:
             return group.rmdir()
         except FileNotFoundError:

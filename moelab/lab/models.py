@@ -1,10 +1,9 @@
 """Model folders, and the sizes of models that are not there."""
 
 import functools
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 
+from ..checkpoint import temporary_folder
 from ..configs import CONFIGS, one_of
 from ..memory import Most
 from ..replay.sizes import ModelSizes
@@ -32,6 +31,6 @@ def named_sizes(
 @functools.cache
 def _facts(name, bits):
     """The facts of a published model, from headers as its checkpoint would have them."""
-    with tempfile.TemporaryDirectory() as path:
-        write_headers(Path(path), CONFIGS[name], bits)
+    with temporary_folder() as path:
+        write_headers(path, CONFIGS[name], bits)
         return ModelFacts.of(path, CONFIG)

@@ -6,7 +6,6 @@ import pkgutil
 import random
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -16,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..checkpoint import temporary_folder
 from ..streaming.ranks import joined
 from . import limit
 
@@ -63,9 +63,9 @@ def everywhere(
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     named = json.dumps((f"{function.__module__}:{function.__name__}", backend, *args))
     call = [sys.executable, "-m", "moelab.lab", "call", f"{__name__}:in_rank", named]
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(n) as threads:
+    with temporary_folder() as folder, ThreadPoolExecutor(n) as threads:
         commands = []
-        for rank, variables in enumerate(environments(n, Path(folder), backend)):
+        for rank, variables in enumerate(environments(n, folder, backend)):
             core = cores[rank % len(cores)] if cores and backend == "ring" else None
             pinned = [] if core is None else ["taskset", "-c", str(core)]
             commands.append([*pinned, "env", *map("=".join, variables.items()), *call])

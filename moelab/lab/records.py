@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from .. import DATA
 from ..checkpoint import read_json
+from ..interrupts import written
 from ..shipped import shipped
 from .machine import card
 
@@ -332,12 +333,11 @@ def write(path: str | Path, record: dict[str, Any]) -> None:
     """Write a record as JSON, a row a line; the old file stays until the new one is whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record["rows"])
     header = {k: v for k, v in record.items() if k != "rows"}
     text = json.dumps(header, indent=1, default=_plain).removesuffix("\n}")
-    partial.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
-    os.replace(partial, path)
+    with written(path) as beside:
+        beside.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
 
 
 def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = None) -> None:

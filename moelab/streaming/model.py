@@ -32,6 +32,7 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, read_header, rea
 from ..detokenizer import Detokenizer
 from ..experts import read_experts
 from ..hooks import with_globals
+from ..interrupts import held, look
 from ..memory import return_free_memory
 from ..prompt import check_tokens
 from .build import build_model, place_experts
@@ -203,14 +204,16 @@ def load(
         )
     with Ranks.loading(group) as ranks:
         path = find(path_or_hf_repo, revision)
-        model, model_config = _load_model(path, config, model_config, trust_remote_code, ranks)
-        try:
-            if adapter_path is not None:
-                _load_adapters(model, adapter_path)
-            tokenizer = tokenizer_of(path, tokenizer_config, model_config.get("eos_token_id"))
-        except BaseException:
-            close(model)
-            raise
+        with held():
+            model, model_config = _load_model(path, config, model_config, trust_remote_code, ranks)
+            try:
+                if adapter_path is not None:
+                    _load_adapters(model, adapter_path)
+                tokenizer = tokenizer_of(path, tokenizer_config, model_config.get("eos_token_id"))
+                look()
+            except BaseException:
+                close(model)
+                raise
     return (model, tokenizer, model_config) if return_config else (model, tokenizer)
 
 
@@ -278,7 +281,7 @@ def load_model(
     group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
     """``load`` a folder's model and its configuration, without the tokenizer."""
-    with Ranks.loading(group) as ranks:
+    with Ranks.loading(group) as ranks, held():
         return _load_model(path, config, model_config, False, ranks)
 
 
@@ -374,7 +377,7 @@ def close(model: nn.Module) -> None:
         model (nn.Module): From ``load``.
     """
     session = session_of(model)
-    with session.lock:
+    with session.lock, held():
         session.reader.close()
         if session.ranks:
             session.ranks.close()
@@ -391,6 +394,7 @@ def _read_experts(modules, facts, checkpoint, config):
         )
     resident = {}
     for name in (*facts.located, *facts.resident):
+        look()
         owner, param = name.rsplit(".", 1)
         p = modules[owner][param]
         if name in facts.located:

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
+from .. import interrupts
 from ..checkpoint import FORKED, describe, leaves
 from ..memory import keep_no_holes, return_free_memory
 from .config import SLOT_MODES, StreamConfig
@@ -85,12 +86,13 @@ class Session:
         """Run the block as a call of the model, or of a layer by itself, one thread at a time."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
-        with self.lock:
+        # Without layers nothing is read, and nobody would look for a Ctrl-C that is held back.
+        with self.lock, interrupts.held() if self.layers else nullcontext():
             try:
                 self._caller = threading.get_ident()
                 if self._unfinished:
                     self._recover()
-                if self.layers:  # without them, nothing is read
+                if self.layers:
                     self.reader.check_open()
                 self._unfinished = True
                 with self.ranks.waiting() if self.ranks else nullcontext():
@@ -150,6 +152,7 @@ class Session:
 
     def settle(self) -> None:
         """Wait until nothing reads slots, before a layer's call whose routing the host knows."""
+        interrupts.look()
         self.residency.settle()
         if self.handover.pending:
             self.handover.settle()
@@ -157,6 +160,7 @@ class Session:
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
         """Evaluate the routing ``[..., K]`` of a call, ``asked``, and what still reads slots."""
+        interrupts.look()
         handover, mailbox = self.handover, self.handover.mailbox
         if mailbox and indices.size <= MAILBOX_SIZE and not asked:
             mailbox.post(indices, *(handover.pending or [indices]))

@@ -24,7 +24,7 @@ class Interrupt:
         return self._line if frame.f_code.co_filename.startswith(self._folder) else None
 
     def _line(self, frame, event, arg):
-        if event == "line" and not _leaves_a_with(frame):
+        if event == "line" and not _is_safe(frame.f_code, frame.f_lasti):
             self.left -= 1
             if self.left == 0:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -32,12 +32,9 @@ class Interrupt:
         return self._line
 
 
-def _leaves_a_with(frame):
-    """CPython handles no signal between the body of a ``with`` and its exit (three times None)."""
-    return [i.argval for i in _instructions(frame.f_code, frame.f_lasti)] == [None] * 3
-
-
 @functools.cache
-def _instructions(code, at):
+def _is_safe(code, at):
+    """CPython handles no signal at a NOP (``try``), nor before a ``with``'s exit (three None)."""
     following = (i for i in dis.get_instructions(code) if i.offset >= at)
-    return [i for i in itertools.islice(following, 3) if i.opname == "LOAD_CONST"]
+    three = [(i.opname, i.argval) for i in itertools.islice(following, 3)]
+    return three[0][0] == "NOP" or three == [("LOAD_CONST", None)] * 3

@@ -1,6 +1,13 @@
 """After an interrupt at any line of the engine the model still answers and no slot is lost."""
 
 import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures._base import _AcquireFutures
+from functools import partial
 
 import families
 import mlx.core as mx
@@ -15,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import moelab
 from moelab import streaming
 from moelab.streaming.model import load_model
+from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import SlotTable
 from moelab.streaming.session import session_of
@@ -78,6 +86,67 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
             n += 23 if FAST else 1
         print(f"{placed} interrupts, the last at line {n}")
         assert placed > 20
+
+
+def test_ctrl_c_while_reads_are_waited_for(path, monkeypatch, in_time):
+    """Where ``wait`` has just taken locks, which the threads need to say that they have read."""
+    read_in_threads(monkeypatch)
+    model, _ = load_model(path, moelab.StreamConfig(slots=SLOTS, kernels="mlx"))
+    want, read, came = answer(model), Reader.read_here, threading.Event()
+    monkeypatch.setattr(Reader, "read_here", lambda *args: came.wait(60) and read(*args))
+
+    def taken(frame, event, arg):
+        if event == "return":
+            sys.settrace(None)
+            came.set()
+            signal.raise_signal(signal.SIGINT)
+        return taken
+
+    enter = _AcquireFutures.__enter__.__code__
+    with pytest.raises(KeyboardInterrupt):
+        sys.settrace(lambda frame, event, arg: taken if frame.f_code is enter else None)
+        answer(model)
+    assert np.array_equal(answer(model), want)
+    moelab.close(model)
+
+
+class Gone:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("target", ["streaming.model.tokenizer_of", "streaming.session.Room.parts"])
+def test_ctrl_c_in_a_destructor(target, monkeypatch):
+    """It ends a load or a call with an exception, although Python would lose one here."""
+    path = moelab.DATA / "models" / "tiny-moe"
+    load = partial(moelab.load, path, moelab.StreamConfig(slots=12))
+    with load()[0] as model:
+        want = answer(model)
+        with monkeypatch.context() as patch:
+            f = pkgutil.resolve_name(f"moelab.{target}")
+            patch.setattr(f"moelab.{target}", lambda *args: Gone() and f(*args))
+            with pytest.raises(KeyboardInterrupt):
+                answer(load()[0])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert np.array_equal(answer(model), want)
+
+
+def test_ctrl_c_while_modules_are_imported():
+    """It waits for them: after an exception numpy could not be imported again."""
+    script = """if True:
+        import signal, sys, moelab
+        class Finder:
+            def find_spec(name, *_):
+                if name == "numpy._core.overrides":
+                    signal.raise_signal(signal.SIGINT)
+        sys.meta_path.insert(0, Finder)
+        try:
+            moelab.load
+        except KeyboardInterrupt:
+            print(moelab.load.__name__)
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "load\n", done.stderr
 
 
 def test_a_table_is_whole_again_after_any_line():

@@ -1,16 +1,15 @@
 """Operations of a model counted, and its experts listened to: what notebook 01 measures with."""
 
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from ...checkpoint import temporary_folder
 from ...experts import expert_modules
 from ...hooks import hooked
 
@@ -31,8 +30,8 @@ def operations(*arrays: mx.array) -> dict[str, int]:
 
     Operations that only change a view are left out.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        dot = Path(folder) / "graph.dot"
+    with temporary_folder() as folder:
+        dot = folder / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)
         labels = re.findall(r'\[label ="([^"]*)", shape=rectangle\]', dot.read_text())
     return dict(Counter(name for name in labels if not VIEWS.fullmatch(name)))

@@ -18,7 +18,7 @@ import mlx.core as mx
 import psutil
 
 from ... import synthesize
-from ...checkpoint import CheckpointError
+from ...checkpoint import CheckpointError, temporary_folder
 from ...commands.argument_types import at_least, gigabytes, name_of, not_empty
 from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
@@ -208,8 +208,8 @@ def this_machine(tokens: int = 12) -> Machine:
     like, layers, experts = STAND_IN
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
-    with tempfile.TemporaryDirectory(dir=_here()) as work:
-        path = synthesize.synthesize(f"{work}/model", like, layers, config=config, progress=False)
+    with temporary_folder(parent=_here()) as work:
+        path = synthesize.synthesize(work / "model", like, layers, config=config, progress=False)
         return _measured(measure_costs(path, tokens=tokens), ModelSizes.of(path))
 
 

@@ -5,6 +5,7 @@ processor's cache, and they are copied to their slots when somebody asks whether
 """
 
 import ctypes
+import os
 import platform
 import sys
 import time
@@ -44,6 +45,7 @@ class Queue:
             raise OSError(ctypes.get_errno(), "io_setup")
         self._context = context.value
         self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
+        self._process = os.getpid()
         self._flying = []  # keeps for each flight what its reads need until they have ended
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
@@ -84,7 +86,8 @@ class Queue:
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
-        for table, *_ in self._flying:
+        # In a fork of the process no read ends: the queue is its parent's.
+        for table, *_ in self._flying if os.getpid() == self._process else ():
             while pending(table):
                 self.reap(wait=True)
         self._flying = []

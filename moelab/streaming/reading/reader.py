@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...interrupts import held, look
 from ...kernels.code import num_threads
 from . import native
 from .file import File, ReadError, check_unchanged
@@ -88,6 +89,7 @@ class Reader:
 
     def check_open(self) -> None:
         """Refuse a closed model, whose files' descriptors may be those of others by now."""
+        look()
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
 
@@ -145,13 +147,14 @@ class Reader:
         self._end_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
-        for pool in (self._pool, self._background):  # if Ctrl-C ends this, the next stop waits
+        for pool in (self._pool, self._background):  # after an exception here the next stop waits
             pool.shutdown(wait=True, cancel_futures=True)
         self._new_pools()
 
     def read(self, ranges: Ranges) -> None:
         """Read all ranges and return when they have arrived."""
-        self.finish(self.start(ranges))
+        with held():
+            self.finish(self.start(ranges))
 
     def read_in_turn(self, ranges: Ranges) -> None:
         """Read one range after another, and return when the last one has arrived."""

@@ -1,0 +1,134 @@
+"""Ctrl-C: it ends a command at once, and a call in Python where that leaves everything whole.
+
+Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt is lost
+there in a destructor, and in the standard library's ``Condition`` it leaves a lock taken, for which
+others wait for ever. So it is raised in neither: a command's handler is ``end``, and a load or a
+call of a streamed model holds Ctrl-C back (``held``).
+"""
+
+import os
+import sys
+import threading
+import time
+
+# Those of ``signal`` make enums of handlers, which takes ten times as long.
+from _signal import getsignal, set_wakeup_fd, signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
+from signal import SIGINT, default_int_handler
+
+_undo = []  # what ``end`` calls, from the last to the first
+_ends = False  # whether ``end`` was called
+_came = False  # whether there was a Ctrl-C that ``held`` holds back
+
+
+# Commands
+
+
+def end_at_ctrl_c() -> None:
+    """Have Ctrl-C end the process, unless it is ignored."""
+    if getsignal(SIGINT) is default_int_handler:
+        signal(SIGINT, end)
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        set_wakeup_fd(writes)
+        threading.Thread(target=_watch, args=(reads,), daemon=True).start()
+
+
+def _watch(signals):
+    """End where the main thread comes to no handler, as in one evaluation of a long prompt."""
+    while number := os.read(signals, 1):
+        time.sleep(1)
+        if number[0] == SIGINT and getsignal(SIGINT) is end and not _ends:
+            end()
+
+
+def end(*_) -> None:
+    """End the process, the others that it began, and what is half written (``undone``)."""
+    global _ends
+    _ends, said = True, ["interrupted"]
+    try:
+        for undo in (_kill_children, *reversed(_undo)):
+            with suppress(Exception):
+                said.append(undo())
+        with suppress(Exception):  # nobody reads it, or this came while it was written
+            sys.stdout.flush()
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        bars = tqdm.external_write_mode(sys.stderr, nolock=True) if tqdm else nullcontext()
+        bars.__enter__()  # leaving it would draw them again
+        print(*filter(None, said), sep=": ", file=sys.stderr, flush=True)
+    finally:
+        os._exit(130)
+
+
+def _kill_children():
+    """Kill the processes that this one began; only those that import psutil begin any."""
+    for child in sys.modules["psutil"].Process().children(recursive=True):
+        child.kill()
+
+
+@contextmanager
+def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
+    """Call ``undo`` in ``end``, if that comes inside the block (it says what this returns).
+
+    If ``after``, call it after the block, too.
+    """
+    _undo.append(undo)
+    try:
+        yield
+    finally:
+        if after:
+            undo()
+        _undo.remove(undo)
+
+
+@contextmanager
+def written(file: Path) -> Iterator[Path]:
+    """Yield where to write a file, which gets its name after the block or leaves nothing."""
+    beside = file.with_name(f"{file.stem}.{os.urandom(8).hex()}{file.suffix}")
+    with undone(partial(beside.unlink, missing_ok=True)):
+        yield beside
+        os.replace(beside, file)
+
+
+# Python
+
+
+class held:
+    """Inside the block Ctrl-C waits, until ``look`` or the end of the block raises it.
+
+    Only Python's own handler is replaced, in the main thread: other threads get no exception.
+    """
+
+    _holds = False
+
+    def __enter__(self):
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and getsignal(SIGINT) is default_int_handler:
+            signal(SIGINT, _note)
+            self._holds = True
+
+    def __exit__(self, *_):
+        global _came
+        if self._holds:
+            try:
+                signal(SIGINT, default_int_handler)
+            finally:  # another one may be raised there
+                came, _came = _came, False
+            if came:
+                raise KeyboardInterrupt
+
+
+def _note(*_):
+    global _came
+    _came = True
+
+
+def look() -> None:
+    """Raise the Ctrl-C that is held back in this thread, if there is one."""
+    global _came
+    if _came and threading.current_thread() is threading.main_thread():
+        _came = False
+        raise KeyboardInterrupt
