@@ -4,7 +4,6 @@ import asyncio
 import ctypes
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from ... import interrupts
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
 from .ask import Refused, total
@@ -221,7 +221,7 @@ class Server(uvicorn.Server):
         """End without an exception, at which MLX aborts; at the fourth signal at once."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
-            os._exit(130)
+            interrupts.end()
 
     async def on_tick(self, counter):
         """Drop silent clients: uvicorn waits for them without end. At Ctrl-C end all answers."""

@@ -49,9 +49,7 @@ class Reader:
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
-        # A lock that is held while a layer waits for reads, else None. A Ctrl-C inside a method of
-        # ``threading.Event``, which is Python code, can leave the event's own lock taken for good.
-        self._demand = None
+        self._demand = None  # a lock that is held while a layer waits for reads
         self._demanded = []  # the reads that a layer began and may still wait for
 
     def open(self, path: Path) -> File:
@@ -184,21 +182,21 @@ class Reader:
 
     def give_way(self) -> None:
         """Wait until the layer that waits for reads, if any, has them."""
-        if (held := self._demand) is not None:
-            held.acquire()
-            with suppress(RuntimeError):  # after a Ctrl-C in ``_end_demand`` it is free already
-                held.release()
+        if (demand := self._demand) is not None:
+            demand.acquire()
+            with suppress(RuntimeError):  # after an exception in ``_end_demand`` it is free already
+                demand.release()
 
     def _begin_demand(self):
         if self._demand is None:
-            held = threading.Lock()
-            held.acquire()
-            self._demand = held
+            demand = threading.Lock()
+            demand.acquire()
+            self._demand = demand
 
     def _end_demand(self):
-        if (held := self._demand) is not None:
-            if held.locked():
-                held.release()
+        if (demand := self._demand) is not None:
+            if demand.locked():
+                demand.release()
             self._demand = None
 
     def read_here(self, ranges: Ranges, arrived: int | None = None) -> None:
