@@ -335,7 +335,6 @@ def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
         ("--policy lfu", "policy", "lfu", "--mode buffers", "--policy has no effect in mode buf"),
         ("--readers 7", "readers", 7, "--mode resident", "--readers has no effect in mode res"),
         ("--prefetch lookahead", "prefetch", "lookahead", "--mode serial", "prefetch: .* needs sl"),
-        ("--ranks-trace t.npz", "ranks_trace", "t.npz", "--mode resident", "--ranks-trace has no"),
         ("--memory-nbytes 1GB", "memory_nbytes", 10**9, "--slots 9", "without --slots auto"),
         ("--context 512", "context", 512, "--slots 9", "--context .* without --slots auto"),
     ],

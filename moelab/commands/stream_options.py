@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..streaming.config import OPTIONS, StreamConfig
 from ..streaming.session import session_of
-from .argument_types import at_least, nbytes, not_empty, or_auto
+from .argument_types import at_least, nbytes, or_auto
 from .arguments import add_refused, flag
 
 STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.command}
@@ -49,10 +49,10 @@ def add_stream_options(
 
 def option_type(option: Any) -> Callable[[str], Any]:
     """The argument type of a field of ``StreamConfig``."""
-    if option.bounds:
-        number = (nbytes if option.metavar == "BYTES" else at_least)(*option.bounds)
-        return or_auto(number) if option.default == "auto" else number
-    return str if option.choices else not_empty
+    if not option.bounds:
+        return str
+    number = (nbytes if option.metavar == "BYTES" else at_least)(*option.bounds)
+    return or_auto(number) if option.default == "auto" else number
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:

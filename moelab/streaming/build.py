@@ -6,13 +6,11 @@ until they are there, then run it in every mode. If it is recurrent, see also ``
 ``moelab/speculation/recurrence.py``.
 """
 
-import zlib
 from contextlib import ExitStack
 from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_map_with_path
 
 from .. import kernels
@@ -20,9 +18,7 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model, tr
 from ..experts import expert_modules, expert_parameters, num_experts
 from ..hooks import hooked
 from .config import SLOT_MODES, StreamConfig
-from .ranks import Ranks, balanced
 from .rows import keep_on_disk
-from .trace import Trace, TraceError
 
 # The families' names for K in their configurations.
 TOP_K_KEYS = (
@@ -162,31 +158,3 @@ def _half_scales(modules, config):
         if all(p.dtype == mx.bfloat16 for p in halves.values()):
             names |= {f"{path}.{n}" for n in halves if kernels.fits(module[n.split(".")[0]])}
     return names
-
-
-def place_experts(modules: list[tuple[str, nn.Module]], config: StreamConfig, ranks: Ranks) -> None:
-    """Divide experts over ranks by ``StreamConfig.ranks_trace``: its decoded tokens, else all."""
-    if config.ranks_trace is None:
-        return
-    where, sizes = "StreamConfig.ranks_trace", [num_experts(m) for _, m in modules]
-    try:
-        trace = Trace.load(config.ranks_trace)
-    except TraceError as e:
-        raise ValueError(f"{where}: {e}") from e
-    except OSError as e:
-        raise ValueError(
-            f"{where}: {config.ranks_trace}: expected a trace as Trace.save writes it, got none "
-            f"({describe(e)}). Record it again, or restore the file."
-        ) from e
-    L, E = trace.experts.shape[1], trace.num_experts
-    if (len(sizes), max(sizes)) != (L, E):
-        raise ValueError(
-            f"{where}: {config.ranks_trace}: expected a trace of {len(sizes)} MoE layers and "
-            f"{max(sizes)} experts, as the model has, got {L} and {E}. Record one with this model "
-            "(moelab.record)."
-        )
-    rows = trace.decode.experts if len(trace.decode) else trace.experts
-    placement = [balanced(rows[:, [i]], E, ranks.size)[0] for i, E in enumerate(sizes)]
-    digest = zlib.crc32(np.concatenate(placement).astype(np.uint32))
-    ranks.compare({where: f"a placement with digest {digest:08x}"})
-    ranks.placement = placement

@@ -31,7 +31,7 @@ class Option:
     """What a field of ``StreamConfig`` is for and takes. The class and the commands show it.
 
     A field takes its default, and one of ``choices``, or a whole number within ``bounds``. Without
-    both it takes True or False if its default is one, else the file of a trace.
+    both it takes True or False.
     """
 
     default: Any
@@ -49,7 +49,6 @@ class Option:
 
     def check(self, name: str, value: Any) -> None:
         """Raise if the field of this name does not take a value."""
-        advice = ""
         if type(value) is type(self.default) and value == self.default:
             return
         if self.choices:
@@ -58,13 +57,10 @@ class Option:
             least, most = self.bounds
             takes = type(value) is int and least <= value <= most
             expected = f"a whole number of at least {least} and at most {most}"
-        elif type(self.default) is bool:
-            takes, expected = type(value) is bool, "True or False"
         else:
-            takes, expected = isinstance(value, (str, os.PathLike)), "the file of a trace"
-            advice = " Save it first: trace.save('mine.npz')."
+            takes, expected = type(value) is bool, "True or False"
         if not takes:
-            raise ValueError(f"StreamConfig.{name}: expected {expected}, got {value!r}.{advice}")
+            raise ValueError(f"StreamConfig.{name}: expected {expected}, got {value!r}.")
 
 
 def _option(default, help, more="", **facts):
@@ -161,14 +157,6 @@ class StreamConfig:
         choices=ChainMap(EVICTION, {"auto": None}),
         modes=SLOT_MODES,
     )
-    ranks_trace: str | None = _option(
-        None,
-        "with several ranks: a trace of this model that divides the experts",
-        "Trace.save wrote the file. Experts that its tokens use together go to different ranks. "
-        "None: every N-th expert goes to the same rank.",
-        metavar="FILE",
-        modes=MODES[1:],
-    )
     prefetch: str = _option(
         "none",
         "read early: none, router (a layer's own, asked early) or lookahead (the next one)",
@@ -223,8 +211,6 @@ class StreamConfig:
                     f"{self.mode!r}. Use mode {' or '.join(map(repr, option.modes))}, or {name} "
                     f"{option.default!r}."
                 )
-            if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, os.fspath(value))
         if self.source == "host" and self.prefetch != "none":
             raise ValueError(
                 f"StreamConfig.prefetch: {self.prefetch!r} reads experts from the disk, and with "

@@ -45,7 +45,7 @@ class StreamedExperts(nn.Module):
         # With ranks: the rank of each expert, ``[E]``, and whether it is this one.
         self._owners = self.owned = None
         if session.ranks:
-            self._owners = session.ranks.owners(self.num_experts, layer)
+            self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
         # If set, a call hands the indices to it and computes nothing: a prefetcher asks the router.
         # It is no hook: the session must remove it after an interrupt at any line.

@@ -35,7 +35,7 @@ from ..hooks import with_globals
 from ..interrupts import held, look
 from ..memory import return_free_memory
 from ..prompt import check_tokens
-from .build import build_model, place_experts
+from .build import build_model
 from .config import StreamConfig
 from .facts import facts_of
 from .fused import give_room
@@ -170,9 +170,8 @@ def load(
     Model and tokenizer can be used like those of ``mlx_lm.load``, in any thread. Threads that
     call the model at the same time take turns, call by call.
 
-    With a group, each rank reads its own part of a layer's experts (``StreamConfig.ranks_trace``)
-    and computes the rest of the model itself. All ranks must call the model with the same tokens
-    in the same order.
+    With a group, each rank reads its own part of a layer's experts and computes the rest of the
+    model itself. All ranks must call the model with the same tokens in the same order.
 
     Args:
         path_or_hf_repo (str or Path): A model folder or a Hub repository.
@@ -305,8 +304,6 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else {}
     modules = dict(model.named_modules())
     experts = [(path, modules[path]) for path in facts.experts]
-    if ranks:
-        place_experts(experts, config, ranks)
     resident = _read_experts(modules, facts, checkpoint, config)
     session = Session(config, facts, resident, found, chosen, ranks)
     session.fast_experts = any(kernels.used(module) for _, module in experts)

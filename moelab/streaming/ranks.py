@@ -87,37 +87,12 @@ def by_number(layers: int, num_experts: int, ranks: int) -> np.ndarray:
     return np.tile(np.arange(num_experts) % ranks, (layers, 1))
 
 
-def balanced(experts: np.ndarray, num_experts: int, ranks: int) -> np.ndarray:
-    """The rank of each expert, ``[L, E]``; those that a trace's tokens use together are apart.
-
-    Ranks hold equally many: two experts are swapped while that helps. The trace is ``[T, L, K]``.
-    """
-    owners = by_number(experts.shape[1], num_experts, ranks)
-    for layer, of in enumerate(owners):
-        used = np.zeros((len(experts), num_experts), np.float32)
-        np.put_along_axis(used, experts[:, layer].astype(np.intp), 1, 1)
-        together = used.T @ used
-        np.fill_diagonal(together, 0)
-        while True:
-            beside = together @ np.eye(ranks, dtype=np.float32)[of]  # [E, N]
-            own = beside[np.arange(num_experts), of]
-            other = beside[:, of]  # [i, j]: how often i is used with the experts of j's rank
-            gain = own[:, None] + own - other - other.T + 2 * together
-            gain[of[:, None] == of] = 0
-            i, j = np.unravel_index(gain.argmax(), gain.shape)
-            if gain[i, j] <= 0:
-                break
-            of[[i, j]] = of[[j, i]]
-    return owners
-
-
 class Ranks:
     """This process (``rank``) among the N (``size``) that divide a model's experts."""
 
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
-        self.placement = None  # the rank of each layer's experts, ``[E]``; None: by number
         self._calls = 0  # of ``join`` and ``_rows`` so far
         # The last call's layer, what each rank said of its routing, and what this one said.
         self._checks = None
@@ -145,16 +120,14 @@ class Ranks:
                     ranks.gather({"error": describe(e)})
             raise
 
-    def owners(self, num_experts: int, layer: int | None = None) -> np.ndarray:
-        """The rank that holds and reads each expert of a layer, ``[E]`` (None: by number)."""
+    def owners(self, num_experts: int) -> np.ndarray:
+        """The rank that holds and reads each expert of a layer, ``[E]``."""
         if num_experts < self.size:
             raise ValueError(
                 f"group: expected at most {num_experts} ranks, one for each expert of a layer, got "
                 f"{self.size}. Start fewer."
             )
-        if self.placement is None or layer is None:
-            return by_number(1, num_experts, self.size)[0]
-        return self.placement[layer]
+        return by_number(1, num_experts, self.size)[0]
 
     def gather(self, value: object) -> list:
         """Collect a value for JSON from every rank, in their order; raise the error of any rank."""

@@ -6,7 +6,7 @@ import pytest
 from moelab import DATA, Trace
 from moelab.replay import ranks
 from moelab.replay.eviction import held
-from moelab.streaming.ranks import balanced, by_number
+from moelab.streaming.ranks import by_number
 
 TRACE = Trace.load(DATA / "traces" / "code.npz").decode[:120]
 L, E = TRACE.experts.shape[1], TRACE.num_experts
@@ -46,20 +46,6 @@ def test_any_rank_may_read():
     assert found.sum() == distinct
     waited, mean = ranks.waited(found)
     assert mean <= waited <= ranks.waited(ranks.reads(TRACE.experts, by_number(L, E, 2), E, 2))[0]
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_balanced(n):
-    """As many experts for each rank as by number; a token's are spread more evenly."""
-    number, owners = by_number(L, E, n), balanced(TRACE.experts, E, n)
-    for layer in range(L):
-        np.testing.assert_array_equal(np.bincount(owners[layer]), np.bincount(number[layer]))
-
-    def squares(owners):
-        of = np.take_along_axis(owners[None], TRACE.experts.astype(int), 2)
-        return sum(((of == rank).sum(2) ** 2).sum() for rank in range(n))
-
-    assert squares(owners) < squares(number)
 
 
 def test_a_token_on_machines():

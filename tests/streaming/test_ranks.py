@@ -15,7 +15,7 @@ import rank_processes as ranks
 
 import moelab
 from moelab.lab.ranks import everywhere
-from moelab.streaming.ranks import RankError, Ranks, balanced, by_number
+from moelab.streaming.ranks import RankError, Ranks, by_number
 
 HELPERS = Path(rank_decode.__file__).parent
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
@@ -31,7 +31,6 @@ CASES = (
     ("qwen3_5_moe", {"mode": "serial", "kernels": "mlx"}),
     ("qwen3_5_moe", {"slots": 2, "prefetch": "lookahead", "top_k": 1}),
     ("tiny-moe", {"slots": "auto", "memory_nbytes": 142_000_000, "context": 256}),
-    ("tiny-moe", {"slots": 8, "ranks_trace": str(moelab.DATA / "traces" / "code.npz")}),
 )
 
 SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # of ranks that go wrong
@@ -58,15 +57,11 @@ def one(cases):
 def test_ranks_give_the_bits_of_one(n, cases, one, monkeypatch):
     """The same logits in every mode; each expert is read by one rank, its owner."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
-    trace = moelab.Trace.load(moelab.DATA / "traces" / "code.npz")
     chosen = slice(None if n == 2 else 4)
     found = everywhere(n, rank_decode.decode, cases[chosen])
     for (name, settings), (logits, read, counts), *each in zip(CASES[chosen], one, *found):
         L, E = np.shape(read)
         owners = by_number(L, E, n)
-        if "ranks_trace" in settings:
-            owners = balanced(trace.decode.experts, E, n)
-            assert (owners != by_number(L, E, n)).any()
         by_rank = np.array([rank[1] for rank in each])
         assert {rank[0] for rank in each} == {logits}, (name, settings)
         for r in range(n):
