@@ -324,7 +324,6 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "Say how fast a model decodes, and why. A model folder is measured on this machine for "
         "some ten seconds, and a trace is replayed with what was found. A model by name is planned "
@@ -351,7 +350,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     path = None
     if args.model not in CONFIGS:
         try:
