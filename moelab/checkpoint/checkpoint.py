@@ -174,8 +174,7 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
                 )
         return weights
 
-    methods = {"sanitize": sanitize, "__module__": cls.__module__}
-    subclass = type(cls.__name__, (cls,), methods)
+    subclass = type(cls.__name__, (cls,), {"sanitize": sanitize, "__module__": cls.__module__})
     return subclass, args
 
 

@@ -141,8 +141,7 @@ class _Norm(Code):
                 at = self.add(at_x, j)
                 v = self.load(x, at, self.floats)
                 if self.has_add:
-                    more = self.load(add, self.add(self.mul(i, self.D), j), self.floats)
-                    v = b.fadd(v, more)
+                    v = b.fadd(v, self.load(add, self.add(self.mul(i, self.D), j), self.floats))
                     self.store(v, x, at)
                 return [self.fma(v, v, held[0])]
 
@@ -286,8 +285,7 @@ class _Router(Code):
                         with b.if_then(here):
                             if k < K - 1:
                                 for memory, kind in ((scores, F32), (experts, I64)):
-                                    moved = self.load(memory, at, kind)
-                                    self.store(moved, memory, self.add(at, 1))
+                                    self.store(self.load(memory, at, kind), memory, self.add(at, 1))
                             self.store(v, scores, at)
                             self.store(e, experts, at)
 

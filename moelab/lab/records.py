@@ -265,10 +265,9 @@ class Running:
             pandas()  # fails before the work, which would be lost
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
-        words = (Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv)
         self.header = {
             "kind": kind,
-            "command": " ".join(words),
+            "command": " ".join(Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv),
             **_commit(),
             "machine": card(),
             "settings": settings or {},

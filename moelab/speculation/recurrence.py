@@ -214,14 +214,12 @@ class Recorder:
         *inputs, state = did.inputs
 
         def earlier(n):
-            begun = (a[:, :n] for a in inputs)
-            return kernels.to_mlx(kernels.gated_delta.recur(*begun, state)[1])
+            return kernels.to_mlx(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
 
         tape.steps.append(_Step(inputs[0].shape[1], cache[1], earlier, list(did.inputs)))
 
     def _on_call(self, original, *args, **kwargs):
-        given = (*args, *kwargs.values())
-        cache = next((a for a in given if isinstance(a, ArraysCache)), None)
+        cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None)
         if cache is not None:
             self.tape = self.tapes[id(cache)] = Tape(cache)
         try:

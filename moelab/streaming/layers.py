@@ -149,8 +149,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        fuse = self.gate_with_up and can_fuse(module)
-        take = partial(self._take_bank, fuse=fuse)
+        take = partial(self._take_bank, fuse=self.gate_with_up and can_fuse(module))
         self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
     def read(self, experts: list[int]) -> None:

@@ -50,8 +50,7 @@ def replacing_indices(
 
     with ExitStack() as hooks:
         for i, module in enumerate(modules):
-            hook = partial(call, i, module)
-            hooks.enter_context(hooked(module, hook, innermost=innermost))
+            hooks.enter_context(hooked(module, partial(call, i, module), innermost=innermost))
         yield
 
 

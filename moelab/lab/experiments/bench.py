@@ -154,8 +154,7 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
     ``peak_nbytes`` includes what loading held at most.
     """
-    config = StreamConfig(**variant.pop("config"))
-    opened = Opened(folder(path), Variant(config, **variant))
+    opened = Opened(folder(path), Variant(StreamConfig(**variant.pop("config")), **variant))
     loading = mx.get_peak_memory()
     with opened.model:
         row = opened.sample(*text)
@@ -253,9 +252,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    configs = modes_given(args)
     variants = crossed(
-        configs,
+        modes_given(args),
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
         args.draft,
         args.lengths,

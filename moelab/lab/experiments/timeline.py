@@ -95,8 +95,7 @@ class Clock:
         self.spans.append(("experts", "a layer's experts", begin, perf_counter()))
 
     def _note(self, what, begin, end):
-        is_host = threading.get_ident() == self._host
-        lane = "host" if is_host else threading.current_thread().name
+        lane = "host" if threading.get_ident() == self._host else threading.current_thread().name
         self.spans.append((lane, what, begin, end))
 
     def watching(self) -> ExitStack:
