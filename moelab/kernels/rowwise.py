@@ -27,11 +27,10 @@ def rms_norm(
     out = empty(*x.shape) if out is None else out
     check(x.shape, add=add, gate=gate, out=out)
     form = D, float(eps), scale, weight is not None, add is not None, gate is not None
-    kernel = kernel_of(_Norm, lanes(D), *form)
     n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
     places = [place for a in (x, out, gate) for place in _places(a)]
     numbers = *places, address(weight), address(add), H, n
-    team.run(kernel, *numbers, pieces=team.pieces(2 * x.size, n))
+    team.run(kernel_of(_Norm, lanes(D), *form), *numbers, pieces=team.pieces(2 * x.size, n))
     return out
 
 

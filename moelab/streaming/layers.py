@@ -117,11 +117,10 @@ class StreamedExperts(nn.Module):
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
 
     def _compute_nothing(self):
-        pass
+        """Do what a call of no expert of this rank has to do."""
 
     def _without_waiting(self, x, indices):
         """Compute a call whose routing the host need not know, else return None."""
-        return None
 
     def _ask(self, x):
         session = self.session
