@@ -146,9 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
     as_it_is = "the prompt as it is, without the tokenizer's chat template"
     parser.add_argument("--ignore-chat-template", action="store_true", help=as_it_is)
-    parser.add_argument(
-        "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
-    )
+    more = "more for the template"
+    parser.add_argument("--chat-template-config", type=json_object, metavar="JSON", help=more)
     arguments.add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
     arguments.add_draft(parser)
     arguments.add_sampling(parser)
