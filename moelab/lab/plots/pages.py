@@ -27,7 +27,6 @@ from . import index, style
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
-PLOTLY_FILE = "plotly.min.js"
 LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
 # A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
@@ -191,7 +190,7 @@ def main(notebooks: str, out: str, *names: str) -> int:
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
+    (folder / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     failures, sources = 0, sorted(Path(notebooks).glob("*.ipynb"))
     for i, source in enumerate(sources):
         if names and source.stem not in names:
