@@ -19,7 +19,7 @@ from ..prompt import encode as encode
 from ..speculation.drafts import Draft, ModelDraft
 from ..speculation.generate import speculative_generate_step
 from ..speculation.policy import Policy
-from ..speculation.sampling import same_tokens as same_tokens
+from ..speculation.sampling import num_accepted as same_tokens  # noqa: F401 (of two texts)
 from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 

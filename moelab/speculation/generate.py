@@ -31,7 +31,7 @@ from ..prompt import check_tokens
 from .drafts import BoundDraft, Draft, learned_policy
 from .policy import Always, Policy
 from .rollback import Rollback
-from .sampling import Chooser, same_tokens
+from .sampling import Chooser, num_accepted
 from .target import PREFILL_STEP, Capture, lock
 
 
@@ -277,7 +277,7 @@ class _Rounds:
         logits = self._target.read(mx.concatenate([self._last, drafts]))
         tokens, logprobs = self._chooser(logits, drafts)  # of the drafts' positions and one more
         chosen = tokens.tolist()
-        accepted = same_tokens(proposal.guesses, chosen)
+        accepted = num_accepted(proposal.guesses, chosen)
         self._chooser.commit(tokens[: accepted + 1])
         verify_s = time.perf_counter() - proposal.begin - proposal.draft_s
         round = Round(self._number, drafts.size, accepted, proposal.draft_s, verify_s)

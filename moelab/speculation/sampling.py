@@ -12,10 +12,10 @@ import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 
-def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the first on."""
-    pairs = enumerate(zip(tokens, others))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+def num_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """How many drafts precede the first that the target did not choose, or has not yet chosen."""
+    pairs = enumerate(zip(drafts, chosen))
+    return next((i for i, (a, b) in pairs if a != b), min(len(drafts), len(chosen)))
 
 
 class Chooser:
