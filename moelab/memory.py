@@ -84,8 +84,7 @@ def gpu_limit(ram_nbytes: float) -> float:
 
 
 def _log_need(ram_nbytes):
-    need = NEED_NBYTES * (ram_nbytes / (16 << 30)) ** NEED_GROWTH
-    return NormalDist(log(need), NEED_SPREAD)
+    return NormalDist(log(NEED_NBYTES * (ram_nbytes / (16 << 30)) ** NEED_GROWTH), NEED_SPREAD)
 
 
 def _cgroups() -> Iterator[tuple[Path, int]]:

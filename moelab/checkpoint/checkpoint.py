@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from functools import cache, partial
+from functools import cache
 from multiprocessing import parent_process
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,15 +150,6 @@ def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
     return vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
 
 
-def _model_classes(checkpoint: Checkpoint, library: str, config: dict) -> tuple[type, type]:
-    """The classes of the model and its arguments, for mlx-lm; placeholders for packed experts."""
-    placeholders = {
-        path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
-        for path, t in checkpoint.packed.items()
-    }
-    return checked(*model_classes(config, library), config, placeholders)
-
-
 def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tuple[type, type]:
     """These classes of a model and its arguments, for mlx-lm; ``sanitize`` adds ``more`` weights.
 
@@ -183,8 +174,7 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
                 )
         return weights
 
-    methods = {"sanitize": sanitize, "__module__": cls.__module__}
-    subclass = type(cls.__name__, (cls,), methods)
+    subclass = type(cls.__name__, (cls,), {"sanitize": sanitize, "__module__": cls.__module__})
     return subclass, args
 
 
@@ -199,7 +189,14 @@ def mlx_lm_model(
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
     files = SimpleNamespace(glob=lambda pattern: list(map(str, checkpoint.files)))
     load_model = with_globals(mlx_lm_utils.load_model, {"glob": files})
-    classes = partial(_model_classes, checkpoint, library)
+    placeholders = {  # for packed experts
+        path: mx.broadcast_to(mx.zeros((), t.dtype), (len(t.offsets), *t.shape))
+        for path, t in checkpoint.packed.items()
+    }
+
+    def classes(config):
+        return checked(*model_classes(config, library), config, placeholders)
+
     given = {"lazy": True, "model_config": model_config, "get_model_classes": classes}
     cannot = f"{checkpoint.path}: cannot build a model from its config.json and tensors:"
     with readable(cannot):  # a family's code may raise anything

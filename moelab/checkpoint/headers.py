@@ -149,8 +149,7 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
         found = {}
         for p in parameters:
             dtype, shape, name = DTYPES[p["dtype"]], tuple(p["shape"]), f"{path}.{p['name']}"
-            first = experts.offset + p["offset"]
-            offsets = [first + e * stride for e in range(E)]
+            offsets = [experts.offset + p["offset"] + e * stride for e in range(E)]
             nbytes = prod(shape) * dtype.size
             found[name] = ExpertTensor(name, [file] * E, offsets, nbytes, shape, dtype)
     return found

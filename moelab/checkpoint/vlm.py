@@ -95,8 +95,7 @@ class TextModel:
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Rename a checkpoint's tensors, and leave out those that are not of the text model."""
-        inherited = getattr(super(), "sanitize", dict)
-        weights = inherited(weights)
+        weights = getattr(super(), "sanitize", dict)(weights)
         if hasattr(self.library, "LanguageModel") and hasattr(self.config, "text_config"):
             weights = getattr(self.language_model, "sanitize", dict)(weights)
         named, kept = dict(self.named_modules()), {}

@@ -12,5 +12,5 @@ from .blocks import GatedDelta, Recurred
 from .code import to_mlx
 from .experts import ExpertsInModule, FastExperts
 from .layers import blocks_of, use
-from .modules import available, check, describe, fits, used
+from .modules import available, check, describe, fits, used, with_mixin
 from .quantized import Rows

@@ -168,8 +168,7 @@ class GatedDelta(Block):
     def zeros(self, B: int) -> tuple[np.ndarray, np.ndarray]:
         """What is in a cache before the first token: of the convolution, and the state."""
         before = np.zeros((B, self.conv_kernel_size - 1, self.conv_dim), np.float32)
-        shape = B, self.num_v_heads, self.head_v_dim, self.head_k_dim
-        return before, np.zeros(shape, np.float32)
+        return before, np.zeros((B, self.num_v_heads, self.head_v_dim, self.head_k_dim), np.float32)
 
     def compute(
         self, x: Rows, B: int, found: list, before: np.ndarray, state: np.ndarray

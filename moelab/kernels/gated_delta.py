@@ -141,5 +141,4 @@ class _GatedDelta(Code):
         chains = [self.b.fmul(a[i], b[i]) for i in range(min(2, len(a)))]
         for i in range(2, len(a)):
             chains[i % 2] = self.fma(a[i], b[i], chains[i % 2])
-        total = chains[0] if len(chains) == 1 else self.b.fadd(*chains)
-        return self.sum(total)
+        return self.sum(chains[0] if len(chains) == 1 else self.b.fadd(*chains))

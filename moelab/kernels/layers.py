@@ -130,8 +130,7 @@ class AttentionPass:
             a[:] = now
         self._first.run()
         q, k, v = (a.swapaxes(0, 1)[None] for a in self._qkv)
-        y = self._mixer.attend(q, k, v, mask, cache)
-        self._attended[:] = y[0].swapaxes(0, 1)
+        self._attended[:] = self._mixer.attend(q, k, v, mask, cache)[0].swapaxes(0, 1)
         self.end.run()
 
 

@@ -315,8 +315,7 @@ class _Product(Code):
             for i in range(r):
                 for j in range(m):
                     at = self.add(self.mul(ys[j], self.y_step), outs[i])
-                    total = self.b.fmul(self.sum(acc[i * m + j]), whole)
-                    self.store(total, y, at)
+                    self.store(self.b.fmul(self.sum(acc[i * m + j]), whole), y, at)
 
         stretch = self.b.udiv(self.b.sub(end, first), I64(r))
         self.loop(first, self.add(first, stretch), 1, one)

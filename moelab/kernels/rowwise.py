@@ -27,11 +27,10 @@ def rms_norm(
     out = empty(*x.shape) if out is None else out
     check(x.shape, add=add, gate=gate, out=out)
     form = D, float(eps), scale, weight is not None, add is not None, gate is not None
-    kernel = kernel_of(_Norm, lanes(D), *form)
     n, H = x.size // D, x.shape[1] if x.ndim == 3 else 1
     places = [place for a in (x, out, gate) for place in _places(a)]
     numbers = *places, address(weight), address(add), H, n
-    team.run(kernel, *numbers, pieces=team.pieces(2 * x.size, n))
+    team.run(kernel_of(_Norm, lanes(D), *form), *numbers, pieces=team.pieces(2 * x.size, n))
     return out
 
 
@@ -141,8 +140,7 @@ class _Norm(Code):
                 at = self.add(at_x, j)
                 v = self.load(x, at, self.floats)
                 if self.has_add:
-                    more = self.load(add, self.add(self.mul(i, self.D), j), self.floats)
-                    v = b.fadd(v, more)
+                    v = b.fadd(v, self.load(add, self.add(self.mul(i, self.D), j), self.floats))
                     self.store(v, x, at)
                 return [self.fma(v, v, held[0])]
 
@@ -286,8 +284,7 @@ class _Router(Code):
                         with b.if_then(here):
                             if k < K - 1:
                                 for memory, kind in ((scores, F32), (experts, I64)):
-                                    moved = self.load(memory, at, kind)
-                                    self.store(moved, memory, self.add(at, 1))
+                                    self.store(self.load(memory, at, kind), memory, self.add(at, 1))
                             self.store(v, scores, at)
                             self.store(e, experts, at)
 

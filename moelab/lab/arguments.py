@@ -5,16 +5,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from ..commands.argument_types import or_word
 from ..commands.stream_options import check_stream_options, option_type, stream_config
 from ..streaming.config import OPTIONS, StreamConfig
 
 MEASURED_SLOTS = 16  # slots="auto" would depend on the machine
-
-
-def or_none(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type that gives None for ``none``, or else takes what ``item`` takes."""
-    return or_word("none", None, item)
 
 
 def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:

@@ -194,8 +194,7 @@ def as_html(frame: "DataFrame", form: str = "{:.3g}") -> str:
     def written(cell):
         return form.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
 
-    names = [name or "" for name in frame.index.names]
-    frame = frame.rename_axis(names).reset_index()
+    frame = frame.rename_axis([name or "" for name in frame.index.names]).reset_index()
     forms = dict.fromkeys(frame, written)
     made = frame.to_html(index=False, border=0, justify="left", formatters=forms)
     return made.replace("<td>", "<td style='text-align:left'>")

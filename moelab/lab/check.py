@@ -161,7 +161,6 @@ def check(model: str | Path | None = None) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "One line for each thing that is needed, [ok] or [fail] with the remedy. Exit status 1: "
         "something failed."
@@ -171,5 +170,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
     return 0 if check(args.model) else 1

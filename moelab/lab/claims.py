@@ -139,8 +139,7 @@ def _figure(claim, names, regime, figure):
             raise ValueError("some samples are missing")
         ends = records.interval(samples)
     except (FileNotFoundError, KeyError) as error:  # no record, or one without this variant
-        missing = _missing(error)
-        return Figure(regime, *[float("nan")] * 3, 0, *told, OPEN, missing)
+        return Figure(regime, *[float("nan")] * 3, 0, *told, OPEN, _missing(error))
     except Exception as error:
         raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
     n, says = 0 if counted else len(samples), _says(sign, gate, figure.get("within"), ends)

@@ -19,6 +19,7 @@ from ..prompt import encode as encode
 from ..speculation.drafts import Draft, ModelDraft
 from ..speculation.generate import speculative_generate_step
 from ..speculation.policy import Policy
+from ..speculation.sampling import num_accepted as same_tokens  # noqa: F401 (of two texts)
 from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 
@@ -38,12 +39,6 @@ class Decoded:
     decode_tokens: int = 0  # how many tokens were timed
     # Of each timed round with a draft: tokens drafted and accepted, seconds of draft and pass.
     rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
-
-
-def same_tokens(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens two texts have in common from the first on."""
-    pairs = enumerate(zip(tokens, others))
-    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
 
 
 def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:

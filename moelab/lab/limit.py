@@ -77,11 +77,7 @@ class Prepared:
         (self.group / FILES[self.how][0]).write_text(str(nbytes))
 
 
-def run(
-    argv: Sequence[str],
-    nbytes: int | None = None,
-    timeout_s: float | None = None,
-) -> Limited:
+def run(argv: Sequence[str], nbytes: int | None = None, timeout_s: float | None = None) -> Limited:
     """Run a command, its memory limited to ``nbytes``, page cache included.
 
     On Linux it is killed when this process ends.

@@ -25,8 +25,7 @@ class Windows:
     def __getitem__(self, rows) -> "Windows":
         """Some of the windows, by a slice or an array of row numbers, padded to their longest."""
         counts = self.counts[rows]
-        longest = counts.max(initial=0)
-        return Windows(self.ids[rows][:, : longest + 1], counts, self.nbytes[rows])
+        return Windows(self.ids[rows][:, : counts.max(initial=0) + 1], counts, self.nbytes[rows])
 
 
 def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Windows:

@@ -267,7 +267,7 @@ class Running:
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {
             "kind": kind,
-            "command": _command(),
+            "command": " ".join(Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv),
             **_commit(),
             "machine": card(),
             "settings": settings or {},
@@ -300,11 +300,6 @@ def _others_s():
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return busy - sum(u.ru_utime + u.ru_stime for u in own)
-
-
-def _command():
-    """The command line of this process, with files' names without their folders."""
-    return " ".join(Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv)
 
 
 @functools.cache

@@ -103,8 +103,7 @@ def crossed(
         made = Variant(config, path, limit_nbytes, draft=own, num_drafts=n, cold=cold)
         out[", ".join(filter(None, words))] = made
     if any(limits) and configs:
-        first = next(iter(configs.values()))
-        out = {RESIDENT: Variant(resident_like(first))} | out
+        out = {RESIDENT: Variant(resident_like(next(iter(configs.values()))))} | out
     return out
 
 

@@ -162,6 +162,5 @@ class Routers:
             levels = levels.astype(np.uint8).reshape(-1, self.reserved)
             if bits == 4:
                 levels = levels[:, ::2] | levels[:, 1::2] << 4
-            pieces = {"weight": levels, "scales": scales, "biases": bf16(-half * exact)}
-            self._last = path, pieces
+            self._last = path, {"weight": levels, "scales": scales, "biases": bf16(-half * exact)}
         return self._last[1]

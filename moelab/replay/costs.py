@@ -49,12 +49,16 @@ class Costs:
 
     def all_warm(self) -> "Costs":
         """The costs if every read comes from the page cache."""
-        warm = self.warm_s_per_byte, self.warm_call_s
-        return replace(self, cold_s_per_byte=warm[0], cold_call_s=warm[1])
+        return replace(self, cold_s_per_byte=self.warm_s_per_byte, cold_call_s=self.warm_call_s)
 
-    def without_reads(self) -> "Costs":
-        """The costs if every expert is in a slot: nothing is read, and nothing waited for."""
-        return self._not_waiting(0.0)
+    def without_reads(self, byte_s: float = 0.0) -> "Costs":
+        """The costs if nothing is waited for. A missed byte takes ``byte_s``; 0: none is missed."""
+        fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
+        return replace(
+            self,
+            **{"fixed_s": fixed_s, "warm_s_per_byte": byte_s, "cold_s_per_byte": byte_s},
+            **{"direct_s_per_byte": nan, "warm_call_s": 0.0, "cold_call_s": 0.0, "overlap": 0.0},
+        )
 
     def from_host(self) -> "Costs":
         """The costs if a GPU copies every expert that it misses from the host's memory."""
@@ -63,15 +67,7 @@ class Costs:
                 "source=host: expected costs of copies from the host's memory, got none. Measure "
                 "them on a CUDA GPU with memory for every expert."
             )
-        return self._not_waiting(self.host_s_per_byte)
-
-    def _not_waiting(self, byte_s):
-        fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
-        return replace(
-            self,
-            **{"fixed_s": fixed_s, "warm_s_per_byte": byte_s, "cold_s_per_byte": byte_s},
-            **{"direct_s_per_byte": nan, "warm_call_s": 0.0, "cold_call_s": 0.0, "overlap": 0.0},
-        )
+        return self.without_reads(self.host_s_per_byte)
 
     def without_arithmetic(self) -> "Costs":
         """The costs of the same reads on a device that computes in no time."""

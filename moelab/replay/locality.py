@@ -132,13 +132,10 @@ class Locality:
     memory: tuple[float, ...]  # tokens that a use counts as recent; near 0: only the last one
 
 
-def synthesize(
-    locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0, warmup: int = 64
-) -> Trace:
+def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0) -> Trace:
     """A random trace ``[T, L, K]`` with given locality, for any number of layers and experts.
 
-    With n layers of parameters, layer l of L takes those of ``l * n // L``. ``warmup`` tokens come
-    before the first, so that recency has a history.
+    With n layers of parameters, layer l of L takes those of ``l * n // L``.
     """
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L
@@ -152,7 +149,7 @@ def synthesize(
     recent = np.zeros((L, E), np.float32)
     experts = np.empty((T, L, K), np.uint16)
     rows = np.arange(L)[:, None]
-    for t in range(-warmup, T):
+    for t in range(-64, T):  # the tokens before the first give recency a history
         # The K earliest of exponential arrivals at these rates are K draws without replacement.
         rate = popular + sticky * recent
         arrival = rng.standard_exponential((L, E), np.float32) / np.maximum(rate, 1e-30)

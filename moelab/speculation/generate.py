@@ -218,7 +218,10 @@ class _Rounds:
         """Yield what ``speculative_generate_step`` does; without an error, caches end complete."""
         try:
             while self._left:
-                n = self._ask_policy()
+                # A pass also gives the target's own token.
+                most = max(self._left - 1 - bool(self._pending), 0)
+                most = min(most, self._target.room() - 1)
+                n = min(self._policy.choose(self._missed, most), most)
                 if self._pending and (n or self._left == 1):  # before drafting would delay it
                     pending, self._pending = self._pending, None
                     self._left -= 1
@@ -235,11 +238,6 @@ class _Rounds:
             self._finish()
             raise
         self._finish()
-
-    def _ask_policy(self):
-        most = max(self._left - 1 - bool(self._pending), 0)  # a pass also gives the target's own
-        most = min(most, self._target.room() - 1)
-        return min(self._policy.choose(self._missed, most), most)
 
     def _propose(self, n):
         begin = time.perf_counter()

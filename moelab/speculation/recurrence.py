@@ -173,7 +173,7 @@ class Recorder:
         self._is_block = isinstance(layer, kernels.GatedDelta)
         # Innermost, as a copy runs in place of the original: the hooks of others are called first.
         instead = {} if self._is_block else {"__call__": self._on_call}
-        instead |= {name: partial(_instead, copy) for name, copy in copies.items()}
+        instead |= {n: lambda _, *a, f=f, **more: f(*a, **more) for n, f in copies.items()}
         self._hooks = [hooked(layer, f, name, innermost=True) for name, f in instead.items()]
         self._hooks += [hooked(conv, self._on_convolution) for conv in _convolutions(layer)]
 
@@ -214,14 +214,12 @@ class Recorder:
         *inputs, state = did.inputs
 
         def earlier(n):
-            begun = (a[:, :n] for a in inputs)
-            return kernels.to_mlx(kernels.gated_delta.recur(*begun, state)[1])
+            return kernels.to_mlx(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
 
         tape.steps.append(_Step(inputs[0].shape[1], cache[1], earlier, list(did.inputs)))
 
     def _on_call(self, original, *args, **kwargs):
-        given = (*args, *kwargs.values())
-        cache = next((a for a in given if isinstance(a, ArraysCache)), None)
+        cache = next((a for a in (*args, *kwargs.values()) if isinstance(a, ArraysCache)), None)
         if cache is not None:
             self.tape = self.tapes[id(cache)] = Tape(cache)
         try:
@@ -261,10 +259,6 @@ def recorders(model: nn.Module) -> list[Recorder]:
 def _contiguous(x):
     """Copy an array. A numpy array is copied now; MLX would copy it with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
-
-
-def _instead(copy, original, *args, **kwargs):
-    return copy(*args, **kwargs)
 
 
 def _is_recurrent(m: nn.Module) -> bool:

@@ -5,16 +5,17 @@ same ones, so where the two agree about a distribution they choose the same toke
 accepted. No probabilities are compared, so any sampler will do (Daliri et al., arXiv 2408.07978).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import mlx.core as mx
 from mlx_lm.sample_utils import greedy_sampler
 
 
-def num_accepted(drafts: list[int], chosen: list[int]) -> int:
-    """How many drafts ``[n]`` precede the first that the target, ``[n + 1]``, did not choose."""
-    return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+def num_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """How many drafts precede the first that the target did not choose, or has not yet chosen."""
+    pairs = enumerate(zip(drafts, chosen))
+    return next((i for i, (a, b) in pairs if a != b), min(len(drafts), len(chosen)))
 
 
 class Chooser:

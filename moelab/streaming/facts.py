@@ -186,8 +186,7 @@ def _grown(cache, context):
         chunk = PROMPT_TOKENS
         context = min(context, limit + chunk + (context - limit) % chunk)
     for first in range(2, context, chunk):
-        num = min(chunk, context - first)
-        shapes = [(*a.shape[:2], num, a.shape[-1]) for a in (keys, values)]
+        shapes = [(*a.shape[:2], min(chunk, context - first), a.shape[-1]) for a in (keys, values)]
         cache.update_and_fetch(*(mx.zeros(shape, keys.dtype) for shape in shapes))
     return cache.nbytes
 

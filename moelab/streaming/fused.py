@@ -33,11 +33,7 @@ class FusedSwitchGLU(nn.Module):
         return x.squeeze(-2)
 
 
-class FastFusedSwitchGLU(kernels.ExpertsInModule, FusedSwitchGLU):
-    """``FusedSwitchGLU`` with the fast kernels."""
-
-    of = FusedSwitchGLU, FusedSwitchGLU.__call__
-
+FastFusedSwitchGLU = kernels.with_mixin(kernels.ExpertsInModule, FusedSwitchGLU)
 
 # MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
 # shorter row, so it reads past the last row of inputs and of weights.

@@ -117,11 +117,10 @@ class StreamedExperts(nn.Module):
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
 
     def _compute_nothing(self):
-        pass
+        """Do what a call of no expert of this rank has to do."""
 
     def _without_waiting(self, x, indices):
         """Compute a call whose routing the host need not know, else return None."""
-        return None
 
     def _ask(self, x):
         session = self.session
@@ -149,8 +148,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        fuse = self.gate_with_up and can_fuse(module)
-        take = partial(self._take_bank, fuse=fuse)
+        take = partial(self._take_bank, fuse=self.gate_with_up and can_fuse(module))
         self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
     def read(self, experts: list[int]) -> None:

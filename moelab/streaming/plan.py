@@ -170,10 +170,7 @@ def plan(
 
 
 def plan_of(
-    facts: ModelFacts,
-    config: StreamConfig,
-    ranks: Ranks | None = None,
-    most: Most | None = None,
+    facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None, most: Most | None = None
 ) -> Plan:
     """``plan`` for known facts and this rank's experts; ``most``: what another machine may take."""
     # Experts of a layer that this rank holds.

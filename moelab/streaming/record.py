@@ -50,8 +50,7 @@ def replacing_indices(
 
     with ExitStack() as hooks:
         for i, module in enumerate(modules):
-            hook = partial(call, i, module)
-            hooks.enter_context(hooked(module, hook, innermost=innermost))
+            hooks.enter_context(hooked(module, partial(call, i, module), innermost=innermost))
         yield
 
 
@@ -77,7 +76,6 @@ def record(
     session = session_of(model)
     if session.recorder is not None:
         raise ValueError("record: this model is being recorded already.")
-    modules = [module for _, module in expert_layers(model)]
     L, K, E = session.facts.shape
     name = str(name or getattr(model, "model_type", None) or type(model).__name__)
     none = np.zeros((0, L, K), np.uint16), np.zeros(0, "U7"), np.zeros(0, np.int64)
@@ -89,7 +87,7 @@ def record(
         return indices
 
     # A streamed layer hands the indices to the recorder itself.
-    resident = [] if session.layers else modules
+    resident = [] if session.layers else [module for _, module in expert_layers(model)]
     try:
         # Innermost: a trace that ``route_by`` puts in the router's place is recorded.
         with replacing_indices(resident, add, innermost=True):

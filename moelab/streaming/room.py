@@ -65,8 +65,7 @@ class Room:
             return [inputs]
         T = inputs.shape[1]
         num = min(-(-inputs.size // step), max(1, T // 2))
-        ends = [T * i // num for i in range(num + 1)]
-        return [inputs[:, a:b] for a, b in pairwise(ends)]
+        return [inputs[:, a:b] for a, b in pairwise([T * i // num for i in range(num + 1)])]
 
     def make(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
         """Set the slots for a call that begins; return how many tokens may be computed at once.

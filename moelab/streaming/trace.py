@@ -9,7 +9,6 @@ import numpy as np
 
 from ..checkpoint import describe, regular_file
 
-PHASES = ("prefill", "decode")
 FORMAT = 1  # version of the file's format
 MAX_EXPERTS = 1 << 16  # the most experts of a layer, whose ids are uint16
 # The file's members: the most bytes that each may unpack to, its kinds of dtype and dimensions.

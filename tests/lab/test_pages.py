@@ -97,4 +97,4 @@ def test_a_page_links_only_what_is_beside_it_and_has_question_and_answer(path):
     beside = {other.with_suffix(".html").name for other in NOTEBOOKS}
     assert all(link in beside or re.match("attachment:|https?:|#", link) for link in links)
     said = pages.summary(made)
-    assert said.title.startswith(path.stem[:2]) and said.answer
+    assert said["title"].startswith(path.stem[:2]) and said["answer"]

@@ -8,6 +8,7 @@ from dataclasses import replace as changed
 
 import numpy as np
 import pytest
+from page_cache import cached_nbytes
 
 from moelab.lab import limit, oscache
 from moelab.replay import eviction, locality, pagecache
@@ -100,9 +101,9 @@ def test_the_kernel_reads_what_the_model_says(limits, tmp_path):
             f.write(os.urandom(size))
         os.fsync(f.fileno())
     for _ in range(10):  # what stays cached is another group's, and would be served from there
-        if oscache.cached_nbytes(file) and oscache.drop_pages(file):
+        if cached_nbytes(file) and oscache.drop_pages(file):
             time.sleep(0.2)
-    if oscache.cached_nbytes(file):
+    if cached_nbytes(file):
         pytest.skip("this system keeps the file's pages")
     units = reads(1500, n, seed=3)
     argv = [sys.executable, "-c", CHILD, str(file), str(size), json.dumps(units.tolist())]

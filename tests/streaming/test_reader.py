@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from page_cache import cached_nbytes
 
-from moelab.lab import oscache
 from moelab.streaming.reading import flight, native, reader
 from moelab.streaming.reading.file import File, ReadError
 from moelab.streaming.reading.ranges import Ranges, read_ranges
@@ -84,7 +84,7 @@ def drop(file):
     """Drop a file from the page cache. Linux keeps pages that are in use: these are free soon."""
     for _ in range(100):
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if not oscache.cached_nbytes(file.path):
+        if not cached_nbytes(file.path):
             return
         time.sleep(0.01)
     pytest.skip("this file system keeps pages")
@@ -211,13 +211,13 @@ def test_reading_ahead_brings_pages(tmp_path, of_8):
         os.fsync(f.fileno())
     opened = of_8.open(path)
     drop(opened)
-    if oscache.cached_nbytes(path) is None:
+    if cached_nbytes(path) is None:
         pytest.skip("this system cannot say what is cached")
     of_8.read_ahead(Ranges.of(ask(opened, [(nbytes, [nbytes]), (3 * nbytes, [4096])])))
     end = time.monotonic() + 20
-    while oscache.cached_nbytes(path) < nbytes + 4096 and time.monotonic() < end:
+    while cached_nbytes(path) < nbytes + 4096 and time.monotonic() < end:
         time.sleep(0.01)
-    assert nbytes + 4096 <= oscache.cached_nbytes(path) < 2 * nbytes
+    assert nbytes + 4096 <= cached_nbytes(path) < 2 * nbytes
     assert of_8.nbytes == 0
 
 
@@ -275,7 +275,7 @@ def test_reads_past_the_page_cache_leave_nothing_in_it(past_the_page_cache, file
     opened = past_the_page_cache.open(file)
     drop(opened)
     past_the_page_cache.read(Ranges.of(ask(opened, spread())))
-    assert not oscache.cached_nbytes(file)
+    assert not cached_nbytes(file)
 
 
 @needs_direct

@@ -126,8 +126,7 @@ class ChatRequest(Request):
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
         asks = self.make([prompt], served, scores)
-        one = not self.parallel_tool_calls
-        return asks, [Splitter(tokenizer, tools, state, one) for _ in asks]
+        return asks, [Splitter(tokenizer, tools, state, not self.parallel_tool_calls) for _ in asks]
 
 
 class CompletionRequest(Request):

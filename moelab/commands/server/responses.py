@@ -159,8 +159,7 @@ class Responses(Chat):
         item = {"id": f"{self.head['id']}_{number}", "status": status} | HEADS[run.kind]
         if run.kind == "call":
             return item | {"call_id": run.id, "name": run.name, "arguments": run.text}
-        part = {"type": TEXTS[run.kind], "text": run.text, "annotations": []}
-        return item | {"content": [part]}
+        return item | {"content": [{"type": TEXTS[run.kind], "text": run.text, "annotations": []}]}
 
     def _opened(self, number, run):
         item = self._item(number, run._replace(text=""))

@@ -58,8 +58,7 @@ def measure_lookahead(path: str | Path, slots: int, tokens: int = 16) -> Lookahe
                 counters = _counted(model, ids, tokens)
     used, wasted = counters.prefetch_used, counters.prefetch_wasted
     needed = max(1, used + counters.misses)
-    cost_s = token_s["lookahead"] - token_s["none"]
-    return Lookahead(used / needed, wasted / needed, float(cost_s))
+    return Lookahead(used / needed, wasted / needed, float(token_s["lookahead"] - token_s["none"]))
 
 
 def _counted(model, ids, tokens):

@@ -15,14 +15,21 @@ import mlx.core as mx
 
 from ... import StreamConfig, close, footprint
 from ...checkpoint import Checkpoint
-from ...commands.argument_types import not_empty, or_auto, positive, prompt_text, zero_or_more
+from ...commands.argument_types import (
+    not_empty,
+    or_auto,
+    or_word,
+    positive,
+    prompt_text,
+    zero_or_more,
+)
 from ...commands.arguments import add_model, add_number, add_sampling
 from ...commands.drafting import draft_config
 from ...commands.stream_options import add_stream_options
 from ...memory import memory_available
 from ...streaming.reading import native
 from .. import limit, machine, oscache, records
-from ..arguments import MEASURED_SLOTS, modes_given, or_none, parse_modes, several
+from ..arguments import MEASURED_SLOTS, modes_given, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
 from ..texts import PROMPTS, heldout_ids
@@ -72,12 +79,13 @@ def measure(
     predicted = [footprint(path, c).total_nbytes for c in known]  # refuses unfit fields
     together = not alone and sum(predicted) < memory_available() / 2
     cold = {v.cold for v in variants.values()} | ({"prompt"} if alone else set())
+    told = [p if isinstance(p, str) else f"{len(p)} tokens of held-out text" for p in prompts]
     settings = {
         "model": path.name,
         "checkpoint_nbytes": Checkpoint(path).nbytes,
         "tokens": tokens,
         "warmup_tokens": warmup,
-        **({"feed": Path(feed).name} if feed else {"prompts": list(map(_words, prompts))}),
+        **({"feed": Path(feed).name} if feed else {"prompts": told}),
         **({"temp": temp} if temp else {}),
         "cache_state": "warm" if cold == {"no"} else "cold",
         "baseline": next((n for n, v in variants.items() if v.config.mode == "resident"), None),
@@ -121,10 +129,6 @@ def measure(
         drop()
 
 
-def _words(prompt):
-    return prompt if isinstance(prompt, str) else f"{len(prompt)} tokens of held-out text"
-
-
 def _as_dict(variant):
     """A variant as a dict for a header: its config's fields and its own that are set."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
@@ -150,8 +154,7 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
     ``peak_nbytes`` includes what loading held at most.
     """
-    config = StreamConfig(**variant.pop("config"))
-    opened = Opened(folder(path), Variant(config, **variant))
+    opened = Opened(folder(path), Variant(StreamConfig(**variant.pop("config")), **variant))
     loading = mx.get_peak_memory()
     with opened.model:
         row = opened.sample(*text)
@@ -209,7 +212,6 @@ def report(samples: "DataFrame") -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "Decode the same prompts in every mode, in rounds of random order after one of warm-up. "
         "Tokens are checked against the resident model's. With --limits each run has a process "
@@ -232,7 +234,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     fed = "read this trace's text in place of a prompt and decoded tokens; TRACE:N cuts its prompt"
     texts("--feed", metavar="TRACE", help=fed)
     add_sampling(parser, ("--temp",))
-    limits = {"type": several(or_none(positive)), "metavar": "MB", "default": (None,)}
+    limits = {"type": several(or_word("none", None, positive)), "metavar": "MB", "default": (None,)}
     add("--limits", **limits, help="memory of each run, page cache included; or several, and none")
     drafts = "lookup, mtp, self, oracle:SHARE, folder of a model, DFlash draft or head; or several"
     add("--draft", type=several(not_empty), metavar="DRAFT", help=drafts)
@@ -250,10 +252,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command."""
-    configs = modes_given(args)
     variants = crossed(
-        configs,
+        modes_given(args),
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
         args.draft,
         args.lengths,

@@ -87,7 +87,8 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     config = replace(config, slots=K, prefetch="none")
     bar = tqdm(desc="measuring this machine", unit=" samples", leave=False, disable=None)
     with ExitStack() as stack:
-        for variant in (DISK, DIRECT) if _reads_direct() else (DISK,):
+        past = can_empty() and native.direct_loop() is not None  # where Linux computes on a CPU
+        for variant in (DISK, DIRECT) if past else (DISK,):
             reads = "direct" if variant == DIRECT else "cached"
             model, _ = load_model(path, replace(config, reads=reads))
             models[variant] = stack.enter_context(model)
@@ -174,11 +175,6 @@ def rows_with_misses(misses, num, L, E, K, rng):
     # A window over each layer's experts moves by ``misses``: slots hold exactly the last token's.
     places = (np.arange(num)[:, None] * misses + np.arange(K)) % E
     return order[:, places].transpose(1, 0, 2)
-
-
-def _reads_direct():
-    """Whether the engine can read past the page cache: where Linux computes on a CPU."""
-    return can_empty() and native.direct_loop() is not None
 
 
 def _time_reads(models, path, most, made, tokens, rng):

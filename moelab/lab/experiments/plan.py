@@ -87,11 +87,10 @@ class Forecast:
         experts_nbytes = sizes.L * distinct(sizes, positions) * sizes.expert_nbytes
         share = 0.0 if math.isnan(machine.prompt_share) else machine.prompt_share
         nbytes = max(sizes.token_nbytes + experts_nbytes, share * positions * sizes.active_nbytes)
-        most_s = sizes.L * max(machine.wait_s)
         per_pass = {
             "SSD": read * parts["SSD"],
             "page cache": read * parts["page cache"],
-            "read latency": min(read * parts["read latency"], most_s),
+            "read latency": min(read * parts["read latency"], sizes.L * max(machine.wait_s)),
             "arithmetic": max(parts["arithmetic"], nbytes / machine.weights_bytes_per_s),
             "layer overhead": parts["layer overhead"],
         }
@@ -187,8 +186,7 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
         return forecast(name, machine, **{"bits": bits, "top_k": top_k} | given).advice.token_s
 
     yield "twice the memory", token_s(replace(m, ram_nbytes=2 * m.ram_nbytes))
-    faster = replace(m, disk_bytes_per_s=2 * m.disk_bytes_per_s)
-    yield "an SSD of twice the rate", token_s(faster)
+    yield "an SSD of twice the rate", token_s(replace(m, disk_bytes_per_s=2 * m.disk_bytes_per_s))
     what = f"{'' if m.is_mac else 'cores and '}memory of twice the rate"
     yield what, token_s(replace(m, weights_bytes_per_s=2 * m.weights_bytes_per_s))
     if bits > 3:
@@ -210,7 +208,8 @@ def this_machine(tokens: int = 12) -> Machine:
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
     with temporary_folder(parent=_here()) as work:
         path = synthesize.synthesize(work / "model", like, layers, config=config, progress=False)
-        return _measured(measure_costs(path, tokens=tokens), ModelSizes.of(path))
+        costs = measure_costs(path, tokens=tokens)
+        return Machine.measured(costs, ModelSizes.of(path), *_memory(), mx.metal.is_available())
 
 
 def _say_measuring():
@@ -234,11 +233,6 @@ def _unmeasured(ram=None):
     """This machine's memory, taken to have so many bytes (None: those that it has); no rates."""
     total, taken = _memory(ram)
     return replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
-
-
-def _measured(costs, sizes, ram=None):
-    """Measure this machine, taken to have so many bytes of memory (None: those that it has)."""
-    return Machine.measured(costs, sizes, *_memory(ram), mx.metal.is_available())
 
 
 def describe(
@@ -318,13 +312,12 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
     best = advise(path, memory, trace, costs)
     planned = advice.advise(sizes, memory, trace, costs, slots=[sizes.slots], policies=("lrfu",))
-    machine = _measured(costs, sizes, ram)
+    machine = Machine.measured(costs, sizes, *_memory(ram), mx.metal.is_available())
     found = Forecast(path.name, sizes, machine, planned, OWN_SPREAD, OWN_NEAR)
     return f"{chosen}\n{found.table(prompt)}\n{COMPARED}\n{best}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments."""
     parser.description = (
         "Say how fast a model decodes, and why. A model folder is measured on this machine for "
         "some ten seconds, and a trace is replayed with what was found. A model by name is planned "
@@ -351,7 +344,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Run the command."""
     path = None
     if args.model not in CONFIGS:
         try:

@@ -58,7 +58,6 @@ CALLS = {  # the engine's calls that are noted
     WAITING: [(Reader, "finish"), (UploadingReader, "finish")],
     None: [(Residency, "bring")],  # a layer's experts, in a lane of their own
 }
-UNIFIED = "unified memory"
 WARMUP = 4  # tokens
 
 
@@ -95,8 +94,7 @@ class Clock:
         self.spans.append(("experts", "a layer's experts", begin, perf_counter()))
 
     def _note(self, what, begin, end):
-        is_host = threading.get_ident() == self._host
-        lane = "host" if is_host else threading.current_thread().name
+        lane = "host" if threading.get_ident() == self._host else threading.current_thread().name
         self.spans.append((lane, what, begin, end))
 
     def watching(self) -> ExitStack:
@@ -133,7 +131,7 @@ def measure(
     if cuda.available():
         streamed = {n: c for n, (c, _) in configs.items() if c.mode != "resident"}
         from_disk = {n: c for n, c in streamed.items() if c.source == "disk"}
-        configs |= {f"{name}, {UNIFIED}": (c, "0") for name, c in from_disk.items()}
+        configs |= {f"{name}, unified memory": (c, "0") for name, c in from_disk.items()}
     settings = {"model": path.name, "tokens": tokens, "cache_state": "cold" if cold else "warm"}
     drop = partial(oscache.drop_pages, path) if cold else None
     with ExitStack() as stack:

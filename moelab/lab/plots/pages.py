@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
@@ -28,7 +27,6 @@ from . import index, style
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
-PLOTLY_FILE = "plotly.min.js"
 LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
 # A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
@@ -53,16 +51,8 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A notebook's question and answer, as Markdown."""
-
-    title: str  # the text of its first heading
-    answer: str  # its takeaway, without the word "Takeaway"
-
-
-def summary(notebook) -> Summary:
-    """Read a notebook's question and answer: its title, and its quote after ``**Takeaway.**``.
+def summary(notebook) -> dict[str, str]:
+    """Read a notebook's ``title`` and, as its ``answer``, its quote after ``**Takeaway.**``.
 
     The quote stands in a Markdown cell, or a code cell showed it (``charts.say``).
     """
@@ -78,7 +68,7 @@ def summary(notebook) -> Summary:
         raise ValueError(
             "the notebook needs a title (`# ...`) and a takeaway (`> **Takeaway.** ...`)"
         )
-    return Summary(title[1].strip(), re.sub(r"\n>", "\n", takeaway[1]).strip())
+    return {"title": title[1].strip(), "answer": re.sub(r"\n>", "\n", takeaway[1]).strip()}
 
 
 def for_page(source: str) -> str:
@@ -163,7 +153,7 @@ def page(source: Path, target: Path, links: str) -> str | None:
     except ValueError:
         if not failed:
             raise
-        said = Summary(source.stem, "")
+        said = {"title": source.stem, "answer": ""}
     still(notebook, _drawn, source.stem)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -175,12 +165,12 @@ def page(source: Path, target: Path, links: str) -> str | None:
         exclude_output_prompt=True,
         exclude_anchor_links=True,
     )
-    resources = {"metadata": {"name": said.title}, "links": links}
+    resources = {"metadata": {"name": said["title"]}, "links": links}
     body, _ = exporter.from_notebook_node(notebook, resources=resources)
     target.write_text(body, encoding="utf-8")
-    described = {"title": said.title, "answer": said.answer, "machine": card_line()}
-    described |= {"fast": bool(os.environ.get("MOELAB_FAST")), "failed": bool(failed)}
-    target.with_suffix(".json").write_text(json.dumps(described), encoding="utf-8")
+    said |= {"machine": card_line(), "failed": bool(failed)}
+    said |= {"fast": bool(os.environ.get("MOELAB_FAST"))}
+    target.with_suffix(".json").write_text(json.dumps(said), encoding="utf-8")
     return failed
 
 
@@ -200,7 +190,7 @@ def main(notebooks: str, out: str, *names: str) -> int:
     """
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
+    (folder / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
     failures, sources = 0, sorted(Path(notebooks).glob("*.ipynb"))
     for i, source in enumerate(sources):
         if names and source.stem not in names:

@@ -145,8 +145,7 @@ def figure(
         of = card or this_card()
         source = "recorded" if card else "here"
         short.append(f"{source}: {of['gpu'] or of['cpu']}, {of['backend']} backend")
-    fig = go.Figure(layout={"template": "moelab", **layout})
-    return fig.update_layout(
+    return go.Figure(layout={"template": "moelab", **layout}).update_layout(
         xaxis_title=x,
         yaxis_title=y,
         meta={

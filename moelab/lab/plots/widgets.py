@@ -24,8 +24,6 @@ _WIDE = {
     "layout": {"width": "100%", "max_width": "500px", "height": "auto", "flex_flow": "row wrap"},
     "continuous_update": False,
 }
-# One line that stays as high as it is, so that what stands below keeps its place.
-_STATE = {"min_height": "28px", "margin": "0"}
 # A visible and a hidden text in one place, which is as high as the higher one.
 PLACE = (
     "<div style='display:grid;line-height:1.4;font-size:14px'>"
@@ -76,7 +74,8 @@ class Explorer:
         self.fn, self.controls, self.error = fn, controls, None
         self._axes, self._longest = {}, {"title": "", "note": ""}
         self._heading, self._words, self._plot = ipywidgets.HTML(), ipywidgets.HTML(), Plot()
-        self._state = ipywidgets.HTML(layout=_STATE)
+        # One line that stays as high as it is, so that what stands below keeps its place.
+        self._state = ipywidgets.HTML(layout={"min_height": "28px", "margin": "0"})
         self._state.add_class(STATE_CLASS)
         self._button = ipywidgets.Button(description="Run", button_style="primary", icon="play")
         self._button.on_click(lambda _: self.run())
