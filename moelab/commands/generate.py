@@ -130,6 +130,11 @@ def _figures(r, needed):
     return f"{line}; arrays took at most {mx.get_peak_memory() / 1e6:.0f} MB"
 
 
+def _escaped(text):
+    r"""``prompt_text`` after ``\n`` became a line break and ``\t`` a tab."""
+    return prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))
+
+
 def _yes_or_no(text):
     """Parse the values of mlx-lm's ``--verbose``."""
     if text.lower() not in ("t", "true", "f", "false"):
@@ -141,13 +146,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Print a model's continuation as it comes, then one line of figures."
     arguments.add_model(parser)
     what = "text to continue, or message to answer; - reads standard input"
-    text = {"type": lambda text: prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))}
-    parser.add_argument("-p", "--prompt", **text, required=True, metavar="TEXT", help=what)
+    parser.add_argument("-p", "--prompt", type=_escaped, required=True, metavar="TEXT", help=what)
     parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
     as_it_is = "the prompt as it is, without the tokenizer's chat template"
     parser.add_argument("--ignore-chat-template", action="store_true", help=as_it_is)
-    more = "more for the template"
-    parser.add_argument("--chat-template-config", type=json_object, metavar="JSON", help=more)
+    parser.add_argument(
+        "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
+    )
     arguments.add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
     arguments.add_draft(parser)
     arguments.add_sampling(parser)

@@ -17,8 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=not_empty, metavar="MODEL", help="folder, as for mlx_lm.load")
     parser.add_argument("out", type=not_empty, metavar="OUT", help="folder that does not exist yet")
     of = OPTIONS["library"]
-    what, given = of.help.format(default=of.default), {"choices": of.choices, "default": of.default}
-    parser.add_argument(flag("library"), dest="library", **given, help=what)
+    parser.add_argument(
+        flag("library"),
+        dest="library",
+        choices=of.choices,
+        default=of.default,
+        help=of.help.format(default=of.default),
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

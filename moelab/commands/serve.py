@@ -158,9 +158,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
     who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
     parser.add_argument("--host", type=not_empty, metavar="NAME", default="127.0.0.1", help=who)
-    origins = {"type": lambda text: text.split(","), "metavar": "URLS", "default": []}
-    who = "of web pages that may ask (CORS), or * (default: none)"
-    parser.add_argument("--allowed-origins", **origins, help=who)
+    parser.add_argument(
+        "--allowed-origins",
+        type=lambda text: text.split(","),
+        metavar="URLS",
+        default=[],
+        help="of web pages that may ask (CORS), or * (default: none)",
+    )
     arguments.add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
     arguments.add_draft(parser)
     arguments.add_number(parser, "--max-tokens", 512, "of an answer that does not say")

@@ -14,9 +14,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "computing its layers costs what the real model's cost."
     )
     parser.add_argument("out", type=not_empty, metavar="OUT", help="folder that does not exist yet")
-    what = f"whose shapes to take: {', '.join(LIKE)} (default: %(default)s)"
-    like = {"type": name_of(LIKE), "metavar": "NAME", "default": LIKE[0]}
-    parser.add_argument("--like", **like, help=what)
+    parser.add_argument(
+        "--like",
+        default=LIKE[0],
+        type=name_of(LIKE),
+        metavar="NAME",
+        help=f"whose shapes to take: {', '.join(LIKE)} (default: %(default)s)",
+    )
     for name, kind, metavar, what in (
         ("--layers", positive, "N", "number of layers (default: all that the real model has)"),
         ("--vocab", positive, "N", "rows of embedding and head (default: the tokenizer's)"),

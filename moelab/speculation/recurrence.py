@@ -173,7 +173,7 @@ class Recorder:
         self._is_block = isinstance(layer, kernels.GatedDelta)
         # Innermost, as a copy runs in place of the original: the hooks of others are called first.
         instead = {} if self._is_block else {"__call__": self._on_call}
-        instead |= {n: lambda _, *a, f=f, **more: f(*a, **more) for n, f in copies.items()}
+        instead |= {name: partial(_instead, copy) for name, copy in copies.items()}
         self._hooks = [hooked(layer, f, name, innermost=True) for name, f in instead.items()]
         self._hooks += [hooked(conv, self._on_convolution) for conv in _convolutions(layer)]
 
@@ -259,6 +259,10 @@ def recorders(model: nn.Module) -> list[Recorder]:
 def _contiguous(x):
     """Copy an array. A numpy array is copied now; MLX would copy it with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
+
+
+def _instead(copy, original, *args, **kwargs):
+    return copy(*args, **kwargs)
 
 
 def _is_recurrent(m: nn.Module) -> bool:
