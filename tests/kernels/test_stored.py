@@ -41,7 +41,7 @@ def pack():
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
-def test_no_interrupt_is_lost_on_the_way_to_mlx(monkeypatch):
+def test_no_interrupt_is_lost_on_the_way_to_mlx():
     """``mx.array(a)`` loses one in eight."""
     came, caught, rng = 0, 0, np.random.default_rng(0)
 

@@ -124,35 +124,35 @@ def test_capture_hears_its_layers_and_leaves_nothing():
     assert [type(layer) for layer in other.layers] == classes
 
 
+OTHER_LAYERS = {"mask_token_id": 7, "target_layer_ids": [1, 2, L]}
+
+
 @pytest.mark.parametrize(
-    "wrong, message",
+    "changes, of_target, message",
     [
-        (dict(vocab=V + 1), "vocabulary of 65, .* got 64"),
-        (dict(hidden=2 * D), "hidden size of 64, .* got 32"),
-        (dict(layers=L + 1), "layers of 7, .* got 6"),
+        ({}, {"vocab": V + 1}, "vocabulary of 65, .* got 64"),
+        ({}, {"hidden": 2 * D}, "hidden size of 64, .* got 32"),
+        ({}, {"layers": L + 1}, "layers of 7, .* got 6"),
+        ({"dflash_config": OTHER_LAYERS}, {}, r"from 0 to 5, .* got \[1, 2, 6\]"),
+        ({"block_size": 1}, {}, "got ValueError: a block_size of 1"),
     ],
 )
-def test_a_draft_for_another_target(tmp_path, wrong, message):
-    write_draft(tmp_path)
+def test_a_draft_that_does_not_fit(changes, of_target, message, tmp_path):
+    write_draft(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        DFlashDraft(tmp_path).bind(target(**wrong))
+        DFlashDraft(tmp_path).bind(target(**of_target))
 
 
-def test_bad_files(tmp_path):
-    write_draft(tmp_path, dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 2, L]})
-    with pytest.raises(ValueError, match=r"from 0 to 5, .* got \[1, 2, 6\]"):
-        DFlashDraft(tmp_path).bind(target())
+def test_folders_that_hold_no_draft(tmp_path):
     write_draft(tmp_path)
-    write_draft(tmp_path, block_size=1)
-    with pytest.raises(ValueError, match="got ValueError: a block_size of 1"):
-        DFlashDraft(tmp_path)
-    with pytest.raises(CheckpointError, match="ModelDraft"):
-        DFlashDraft(MODELS / "tiny-moe")
-    with pytest.raises(CheckpointError, match="expected a DFlash draft"):
-        DFlashDraft(tmp_path / "nowhere")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DFlashDraft(tmp_path)
+    for folder, said in (
+        (MODELS / "tiny-moe", "ModelDraft"),
+        (tmp_path / "nowhere", "expected a DFlash draft"),
+        (tmp_path, str(tmp_path)),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            DFlashDraft(folder)
 
 
 @pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])

@@ -236,8 +236,6 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
         moelab.load(random_tiny_moe, streamed, adapter_path=adapters)
     moelab.close(moelab.load(random_tiny_moe, resident, adapter_path=adapters)[0])
-    with pytest.raises(FileNotFoundError, match="no adapter_config.json and no adapters"):
-        moelab.load(random_tiny_moe, streamed, adapter_path=str(tmp_path / "none"))
     adapters = write_adapters(tmp_path / "a", random_tiny_moe, "lora", TRAINING["keys"])
     settings = adapters / "adapter_config.json"
     settings.write_text(settings.read_text().replace("10.0", '"x"'))

@@ -138,6 +138,14 @@ def want(hybrid):
     return {dtype: logits(dtype) for dtype in ("bfloat16", "float32")}
 
 
+@pytest.fixture(params=("stacked", "packed"))
+def path(request, hybrid, tmp_path):
+    """The hybrid in both layouts."""
+    if request.param == "stacked":
+        return hybrid
+    return repack(hybrid, tmp_path / "packed", progress=False)
+
+
 def copying(path, **config):
     """A model whose experts are copied, as on a GPU never computed while others are read."""
     model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
@@ -146,14 +154,8 @@ def copying(path, **config):
     return model
 
 
-@pytest.mark.parametrize("layout", ("stacked", "packed"))
 @pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused"))
-def test_experts_that_are_copied_are_the_same(
-    mode, any_reads, layout, hybrid, tmp_path, runtime, want, monkeypatch
-):
-    path = hybrid
-    if layout == "packed":
-        path = repack(hybrid, tmp_path / "packed", progress=False)
+def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, want):
     with copying(path, mode=mode, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         stats = moelab.stats(model)
@@ -266,15 +268,9 @@ def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatc
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
-@pytest.mark.parametrize("layout", ("stacked", "packed"))
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
-def test_experts_from_the_hosts_memory_are_the_same(
-    slots, mode, layout, hybrid, tmp_path, runtime, want
-):
-    path = hybrid
-    if layout == "packed":
-        path = repack(hybrid, tmp_path / "packed", progress=False)
+def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want):
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):
             assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -327,7 +323,6 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
         ({"dtype": "float32", "kernels": "mlx"}, "lie in a slot as they do on disk"),
         ({"mode": "buffers"}, "needs slots"),
         ({"prefetch": "lookahead"}, "reads experts from the disk"),
-        ({"source": "ssd"}, "expected one of disk, host"),
     ],
 )
 def test_what_cannot_come_from_the_hosts_memory_is_refused(config, error, hybrid, runtime):
