@@ -20,8 +20,6 @@ from moelab.checkpoint import CheckpointError
 from moelab.commands.drafting import open_draft
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
-from moelab.speculation.drafts import ModelDraft
-from moelab.speculation.mtp import MTPDraft
 from moelab.speculation.target import Capture
 
 
@@ -197,20 +195,12 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     assert mx.get_cache_memory() < kept / 2
 
 
-def trained_draft(name, kernels="mlx"):
-    if name == "tiny-dflash":
-        return DFlashDraft(MODELS / name)
-    if name == "tiny-mtp":
-        return MTPDraft(MODELS / name)
-    return ModelDraft(trained(name, kernels=kernels))
-
-
 @pytest.mark.parametrize(
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
 def test_acceptance_and_the_targets_own_text(name, n, least):
     """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
-    model, draft = trained(kernels="auto"), trained_draft(name, "auto")
+    model, draft = trained(kernels="auto"), open_draft(MODELS / name)
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
         made = steps(model, prompt, draft, n, 48)
@@ -237,7 +227,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
     """
     tokens = 24 if FAST else 100
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
-    draft = trained_draft(name, kernels)
+    draft = open_draft(MODELS / name, kernels)
     for block in (2, 7, 16):
         made = steps(trained("tiny-moe", mode, kernels), prompt, draft, block - 1, tokens)
         got = [t for t, *_ in made]

@@ -155,8 +155,6 @@ def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
 
 
 STREAMED = {"mode": "fused", "kernels": "auto"}
-
-
 MODES = [("resident", 16), ("fused", 16), ("stacked", 48)]
 MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 

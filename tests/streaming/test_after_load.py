@@ -25,7 +25,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import moelab
 from moelab.streaming.model import load_model
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 CONFIG = moelab.StreamConfig(slots=K, kernels="mlx")
 
 
