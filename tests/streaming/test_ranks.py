@@ -39,28 +39,23 @@ SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # of ranks that go
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """Where the checkpoints of ``CASES`` lie, each with its settings."""
+    """Where the checkpoints of ``CASES`` lie with their settings, and what one process finds."""
     folder = tmp_path_factory.mktemp("checkpoints")
     paths = {"tiny-moe": TINY_MOE}
     for name, _ in CASES:
         if name not in paths:
             paths[name] = families.write_checkpoint(name, folder / name, "affine4")
-    return [(str(paths[name]), settings) for name, settings in CASES]
-
-
-@pytest.fixture(scope="module")
-def one(cases):
-    """What this process alone finds."""
-    return rank_decode.decode(None, cases)
+    made = [(str(paths[name]), settings) for name, settings in CASES]
+    return made, rank_decode.decode(None, made)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks_give_the_bits_of_one(n, cases, one, monkeypatch):
+def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
     """The same logits in every mode; each expert is read by one rank, its owner."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
     trace = moelab.Trace.load(moelab.DATA / "traces" / "code.npz")
-    chosen = slice(None if n == 2 else 4)
-    found = everywhere(n, rank_decode.decode, cases[chosen])
+    chosen, (made, one) = slice(None if n == 2 else 4), cases
+    found = everywhere(n, rank_decode.decode, made[chosen])
     for (name, settings), (logits, read, counts), *each in zip(CASES[chosen], one, *found):
         L, E = np.shape(read)
         owners = by_number(L, E, n)
