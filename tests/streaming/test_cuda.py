@@ -21,7 +21,6 @@ from moelab.streaming import cuda
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, ranges, reader, uploading
 from moelab.streaming.reading.file import ReadError
-from moelab.streaming.residency import host
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import EVICTION
 from moelab.streaming.session import session_of
@@ -318,26 +317,22 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
 
 
 @pytest.mark.parametrize(
-    "config, error",
+    "config, patched, error",
     [
-        ({"dtype": "float32", "kernels": "mlx"}, "lie in a slot as they do on disk"),
-        ({"mode": "buffers"}, "needs slots"),
-        ({"prefetch": "lookahead"}, "reads experts from the disk"),
+        ({"dtype": "float32", "kernels": "mlx"}, {}, "lie in a slot as they do on disk"),
+        ({"mode": "buffers"}, {}, "needs slots"),
+        ({"prefetch": "lookahead"}, {}, "reads experts from the disk"),
+        ({}, {"residency.host.memory_available": 1000}, r"the host has 0\.00 GB available"),
+        ({}, {"cuda.available": False}, "needs a CUDA GPU"),
     ],
 )
-def test_what_cannot_come_from_the_hosts_memory_is_refused(config, error, hybrid, runtime):
+def test_what_cannot_come_from_the_hosts_memory_is_refused(
+    config, patched, error, hybrid, runtime, monkeypatch
+):
+    for name, value in patched.items():
+        monkeypatch.setattr(f"moelab.streaming.{name}", lambda value=value: value)
     with pytest.raises(ValueError, match=error):
         copying(hybrid, **{"slots": K, "source": "host", **config})
-
-
-def test_host_memory_that_is_too_small_or_no_gpus_is_refused(hybrid, runtime, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(host, "memory_available", lambda: 1000)
-        with pytest.raises(ValueError, match=r"the host has 0\.00 GB available"):
-            copying(hybrid, slots=K, source="host")
-    monkeypatch.setattr(cuda, "available", lambda: False)
-    with pytest.raises(ValueError, match="needs a CUDA GPU"):
-        copying(hybrid, slots=K, source="host")
 
 
 @pytest.mark.parametrize("why", ("no cuda-bindings", "turned off"))
