@@ -229,7 +229,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
     draft = open_draft(MODELS / name, kernels)
     for block in (2, 7, 16):
-        made = steps(trained("tiny-moe", mode, kernels), prompt, draft, block - 1, tokens)
+        made = steps(trained(mode, kernels), prompt, draft, block - 1, tokens)
         got = [t for t, *_ in made]
         assert len(got) == tokens
         at = next((j for j in range(tokens) if got[j] != expected[j]), None)
