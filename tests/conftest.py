@@ -54,10 +54,8 @@ SLOW = {
     "::test_every_slider_changes_the_figure": "00_start_here",
     # Two ranks stay, in every mode; with more ranks than cores they wait for each other.
     "::test_ranks_give_the_bits_of_one": r"^2\]",
-    # Other differences, found in the same way.
-    "::test_ranks_that_differ": "slots|shard",
-    # An error ends a rank as a kill does.
-    "::test_a_rank_that_ends_in_an_answer": "SIG|other",
+    # Other differences, found in the same way; an error ends a rank as a kill does.
+    "::test_ranks_that_differ_or_end": "slots|shard|SIG|other",
 }
 
 

@@ -69,9 +69,9 @@ def plain(model, prompt, max_tokens=40, **kwargs):
 
 
 @once
-def trained(name="tiny-moe", mode="resident", kernels="mlx", slots=16):
-    """A trained model, loaded once."""
-    return moelab.load(MODELS / name, moelab.StreamConfig(mode, slots, kernels=kernels))[0]
+def trained(mode="resident", kernels="mlx", slots=16):
+    """tiny-moe, loaded once."""
+    return moelab.load(MODELS / "tiny-moe", moelab.StreamConfig(mode, slots, kernels=kernels))[0]
 
 
 @once

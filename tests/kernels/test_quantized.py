@@ -92,23 +92,16 @@ def test_every_weight_and_scale_of_mxfp4(exponent, inputs, widest):
     assert np.array_equal(y.T, whole[0])
 
 
+@pytest.mark.parametrize("outputs", (1, 2, 9, 66))
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_row_does_not_depend_on_the_others(form):
-    made, _ = matrices(form, 66, 256)
-    x = rows(23, 256)
-    whole = multiply(made, x)
+def test_a_row_depends_on_no_other_row_and_on_no_number_of_threads(form, outputs, monkeypatch):
+    made, _ = matrices(form, outputs, 256, experts=3)
+    x, several = rows(23, 256), ((2, 0, 1), (0, 4, 5, 23))
+    whole, parts = multiply(made, x), multiply(made, x, *several)
     for n in range(1, 23):
         assert np.array_equal(multiply(made, x[:n]), whole[:n])
         assert np.array_equal(multiply(made, x[n:]), whole[n:])
-
-
-@pytest.mark.parametrize("outputs", (1, 2, 9, 64))
-@pytest.mark.parametrize("form", [("affine", 4, 64), *FORMS[-2:]], ids=str)
-def test_nor_on_the_number_of_threads(form, outputs, monkeypatch):
-    made, _ = matrices(form, outputs, 256, experts=3)
-    args = rows(9, 256), (2, 0, 1), (0, 4, 5, 9)
-    want = multiply(made, *args)
     monkeypatch.setattr(team, "SHARED_WORK", 0)
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(code, "num_threads", lambda threads=threads: threads)
-        assert np.array_equal(multiply(made, *args), want), threads
+        assert np.array_equal(multiply(made, x, *several), parts), threads

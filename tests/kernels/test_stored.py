@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -41,7 +42,7 @@ def pack():
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
-def test_no_interrupt_is_lost_on_the_way_to_mlx(monkeypatch):
+def test_no_interrupt_is_lost_on_the_way_to_mlx():
     """``mx.array(a)`` loses one in eight."""
     came, caught, rng = 0, 0, np.random.default_rng(0)
 
@@ -66,12 +67,9 @@ def test_no_interrupt_is_lost_on_the_way_to_mlx(monkeypatch):
 
 
 def test_no_interrupt_is_lost_where_llvm_frees_a_module(monkeypatch):
-    def interrupt(self):
-        raise KeyboardInterrupt
-
     writer = quantized._Packer(4, 8, 4, 64, 1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(code.llvm.ModuleRef, "_dispose", interrupt)
+        patch.setattr(code.llvm.ModuleRef, "_dispose", Mock(side_effect=KeyboardInterrupt))
         writer.compile()
 
 
@@ -140,11 +138,7 @@ def test_where_nothing_can_be_stored_kernels_are_built_each_time(tmp_path, compi
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert pack() == pack() and len(compiled) == 2
-
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(stored.Path, "home", no_home)
+    monkeypatch.setattr(stored.Path, "home", Mock(side_effect=RuntimeError("no home directory")))
     pack()
     assert len(compiled) == 3

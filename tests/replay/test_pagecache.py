@@ -159,17 +159,15 @@ def test_only_decoded_tokens_count():
     np.testing.assert_array_equal(a.token_s, b.token_s)
 
 
-@pytest.mark.parametrize(
-    "wrong, match",
-    (
+def test_what_is_refused():
+    call = dict(trace=made(), memory_nbytes=40 * MB, slots=6, expert_nbytes=MB, costs=COSTS)
+    for wrong, match in (
         (dict(slots=16), "16 slots in each of 3 layers take 48 MB and the rest 0 MB, of 40 MB"),
         (dict(skip=60), "fewer tokens to skip than the 60"),
-    ),
-)
-def test_bad_input(wrong, match):
-    call = dict(trace=made(), memory_nbytes=40 * MB, slots=6, expert_nbytes=MB, costs=COSTS) | wrong
-    with pytest.raises(ValueError, match=match):
-        pagecache.replay(**call)
+        (dict(costs=Costs(0, 0, 0, 1e-9), direct=True), "costs of reads past the page cache"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pagecache.replay(**call | wrong)
 
 
 def test_past_the_page_cache_every_miss_is_read():
@@ -183,5 +181,3 @@ def test_past_the_page_cache_every_miss_is_read():
     assert past.copied_per_token == 0 and through.read_per_token < past.read_per_token
     assert past.read_per_token == pytest.approx((1 - past.app_hit_rate) * 2 * 4 * 1000)
     assert past.mean_s == pytest.approx(past.read_per_token * 5e-10)
-    with pytest.raises(ValueError, match="costs of reads past the page cache"):
-        pagecache.replay(t, 1e9, 8, expert_nbytes=1000, costs=Costs(0, 0, 0, 1e-9), direct=True)

@@ -20,8 +20,6 @@ from moelab.checkpoint import CheckpointError
 from moelab.commands.drafting import open_draft
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.dflash import DFlashDraft, default_layer_ids, load_model
-from moelab.speculation.drafts import ModelDraft
-from moelab.speculation.mtp import MTPDraft
 from moelab.speculation.target import Capture
 
 
@@ -124,35 +122,35 @@ def test_capture_hears_its_layers_and_leaves_nothing():
     assert [type(layer) for layer in other.layers] == classes
 
 
+OTHER_LAYERS = {"mask_token_id": 7, "target_layer_ids": [1, 2, L]}
+
+
 @pytest.mark.parametrize(
-    "wrong, message",
+    "changes, of_target, message",
     [
-        (dict(vocab=V + 1), "vocabulary of 65, .* got 64"),
-        (dict(hidden=2 * D), "hidden size of 64, .* got 32"),
-        (dict(layers=L + 1), "layers of 7, .* got 6"),
+        ({}, {"vocab": V + 1}, "vocabulary of 65, .* got 64"),
+        ({}, {"hidden": 2 * D}, "hidden size of 64, .* got 32"),
+        ({}, {"layers": L + 1}, "layers of 7, .* got 6"),
+        ({"dflash_config": OTHER_LAYERS}, {}, r"from 0 to 5, .* got \[1, 2, 6\]"),
+        ({"block_size": 1}, {}, "got ValueError: a block_size of 1"),
     ],
 )
-def test_a_draft_for_another_target(tmp_path, wrong, message):
-    write_draft(tmp_path)
+def test_a_draft_that_does_not_fit(changes, of_target, message, tmp_path):
+    write_draft(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
-        DFlashDraft(tmp_path).bind(target(**wrong))
+        DFlashDraft(tmp_path).bind(target(**of_target))
 
 
-def test_bad_files(tmp_path):
-    write_draft(tmp_path, dflash_config={"mask_token_id": 7, "target_layer_ids": [1, 2, L]})
-    with pytest.raises(ValueError, match=r"from 0 to 5, .* got \[1, 2, 6\]"):
-        DFlashDraft(tmp_path).bind(target())
+def test_folders_that_hold_no_draft(tmp_path):
     write_draft(tmp_path)
-    write_draft(tmp_path, block_size=1)
-    with pytest.raises(ValueError, match="got ValueError: a block_size of 1"):
-        DFlashDraft(tmp_path)
-    with pytest.raises(CheckpointError, match="ModelDraft"):
-        DFlashDraft(MODELS / "tiny-moe")
-    with pytest.raises(CheckpointError, match="expected a DFlash draft"):
-        DFlashDraft(tmp_path / "nowhere")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        DFlashDraft(tmp_path)
+    for folder, said in (
+        (MODELS / "tiny-moe", "ModelDraft"),
+        (tmp_path / "nowhere", "expected a DFlash draft"),
+        (tmp_path, str(tmp_path)),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            DFlashDraft(folder)
 
 
 @pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])
@@ -197,20 +195,12 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     assert mx.get_cache_memory() < kept / 2
 
 
-def trained_draft(name, kernels="mlx"):
-    if name == "tiny-dflash":
-        return DFlashDraft(MODELS / name)
-    if name == "tiny-mtp":
-        return MTPDraft(MODELS / name)
-    return ModelDraft(trained(name, kernels=kernels))
-
-
 @pytest.mark.parametrize(
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
 def test_acceptance_and_the_targets_own_text(name, n, least):
     """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
-    model, draft = trained(kernels="auto"), trained_draft(name, "auto")
+    model, draft = trained(kernels="auto"), open_draft(MODELS / name)
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
         made = steps(model, prompt, draft, n, 48)
@@ -237,9 +227,9 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
     """
     tokens = 24 if FAST else 100
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
-    draft = trained_draft(name, kernels)
+    draft = open_draft(MODELS / name, kernels)
     for block in (2, 7, 16):
-        made = steps(trained("tiny-moe", mode, kernels), prompt, draft, block - 1, tokens)
+        made = steps(trained(mode, kernels), prompt, draft, block - 1, tokens)
         got = [t for t, *_ in made]
         assert len(got) == tokens
         at = next((j for j in range(tokens) if got[j] != expected[j]), None)

@@ -139,9 +139,7 @@ def test_a_head_in_the_layer_after_the_last(name, tmp_path):
     assert same(head, expected, D)
 
 
-def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="expected tensors mtp"):
-        MTPDraft(TINY_MOE)
+def test_a_family_without_a_head_and_damaged_ones_are_refused(tmp_path):
     write(tmp_path, {"a": mx.zeros(1)}, {"model_type": "gpt_oss", "num_hidden_layers": 2})
     with pytest.raises(CheckpointError, match="gpt_oss is not known here: expected one of qwen3"):
         MTPDraft(tmp_path)
@@ -155,8 +153,6 @@ def test_a_folder_without_a_head_and_a_family_without_one_are_refused(tmp_path):
 
 
 STREAMED = {"mode": "fused", "kernels": "auto"}
-
-
 MODES = [("resident", 16), ("fused", 16), ("stacked", 48)]
 MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 

@@ -25,7 +25,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import moelab
 from moelab.streaming.model import load_model
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 CONFIG = moelab.StreamConfig(slots=K, kernels="mlx")
 
 
@@ -236,8 +235,6 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
         moelab.load(random_tiny_moe, streamed, adapter_path=adapters)
     moelab.close(moelab.load(random_tiny_moe, resident, adapter_path=adapters)[0])
-    with pytest.raises(FileNotFoundError, match="no adapter_config.json and no adapters"):
-        moelab.load(random_tiny_moe, streamed, adapter_path=str(tmp_path / "none"))
     adapters = write_adapters(tmp_path / "a", random_tiny_moe, "lora", TRAINING["keys"])
     settings = adapters / "adapter_config.json"
     settings.write_text(settings.read_text().replace("10.0", '"x"'))

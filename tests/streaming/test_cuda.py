@@ -21,7 +21,6 @@ from moelab.streaming import cuda
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, ranges, reader, uploading
 from moelab.streaming.reading.file import ReadError
-from moelab.streaming.residency import host
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import EVICTION
 from moelab.streaming.session import session_of
@@ -138,6 +137,14 @@ def want(hybrid):
     return {dtype: logits(dtype) for dtype in ("bfloat16", "float32")}
 
 
+@pytest.fixture(params=("stacked", "packed"))
+def path(request, hybrid, tmp_path):
+    """The hybrid in both layouts."""
+    if request.param == "stacked":
+        return hybrid
+    return repack(hybrid, tmp_path / "packed", progress=False)
+
+
 def copying(path, **config):
     """A model whose experts are copied, as on a GPU never computed while others are read."""
     model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
@@ -146,14 +153,8 @@ def copying(path, **config):
     return model
 
 
-@pytest.mark.parametrize("layout", ("stacked", "packed"))
 @pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused"))
-def test_experts_that_are_copied_are_the_same(
-    mode, any_reads, layout, hybrid, tmp_path, runtime, want, monkeypatch
-):
-    path = hybrid
-    if layout == "packed":
-        path = repack(hybrid, tmp_path / "packed", progress=False)
+def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, want):
     with copying(path, mode=mode, slots=K) as model:
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
         stats = moelab.stats(model)
@@ -266,15 +267,9 @@ def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatc
         assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
-@pytest.mark.parametrize("layout", ("stacked", "packed"))
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
-def test_experts_from_the_hosts_memory_are_the_same(
-    slots, mode, layout, hybrid, tmp_path, runtime, want
-):
-    path = hybrid
-    if layout == "packed":
-        path = repack(hybrid, tmp_path / "packed", progress=False)
+def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want):
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):
             assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
@@ -322,27 +317,22 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
 
 
 @pytest.mark.parametrize(
-    "config, error",
+    "config, patched, error",
     [
-        ({"dtype": "float32", "kernels": "mlx"}, "lie in a slot as they do on disk"),
-        ({"mode": "buffers"}, "needs slots"),
-        ({"prefetch": "lookahead"}, "reads experts from the disk"),
-        ({"source": "ssd"}, "expected one of disk, host"),
+        ({"dtype": "float32", "kernels": "mlx"}, {}, "lie in a slot as they do on disk"),
+        ({"mode": "buffers"}, {}, "needs slots"),
+        ({"prefetch": "lookahead"}, {}, "reads experts from the disk"),
+        ({}, {"residency.host.memory_available": 1000}, r"the host has 0\.00 GB available"),
+        ({}, {"cuda.available": False}, "needs a CUDA GPU"),
     ],
 )
-def test_what_cannot_come_from_the_hosts_memory_is_refused(config, error, hybrid, runtime):
+def test_what_cannot_come_from_the_hosts_memory_is_refused(
+    config, patched, error, hybrid, runtime, monkeypatch
+):
+    for name, value in patched.items():
+        monkeypatch.setattr(f"moelab.streaming.{name}", lambda value=value: value)
     with pytest.raises(ValueError, match=error):
         copying(hybrid, **{"slots": K, "source": "host", **config})
-
-
-def test_host_memory_that_is_too_small_or_no_gpus_is_refused(hybrid, runtime, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(host, "memory_available", lambda: 1000)
-        with pytest.raises(ValueError, match=r"the host has 0\.00 GB available"):
-            copying(hybrid, slots=K, source="host")
-    monkeypatch.setattr(cuda, "available", lambda: False)
-    with pytest.raises(ValueError, match="needs a CUDA GPU"):
-        copying(hybrid, slots=K, source="host")
 
 
 @pytest.mark.parametrize("why", ("no cuda-bindings", "turned off"))

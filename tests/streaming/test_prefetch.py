@@ -48,12 +48,16 @@ def want():
 
 
 def run(name, want, steps=40, **fields):
+    """Counters of decoding to the logits of ``want``; closing the model ends its threads."""
     config = moelab.StreamConfig(**{"slots": SLOTS, **fields}, prefetch=name)
+    others = {*threading.enumerate()}
     with load_model(TINY_MOE, config)[0] as model:
         if name == "oracle":
             session_of(model).prefetcher.set_trace(want[1])
         np.testing.assert_array_equal(decode(model, steps), want[0][:steps])
-        return moelab.stats(model).decode
+        found = moelab.stats(model).decode
+    assert not any(t.name.startswith("moelab") for t in {*threading.enumerate()} - others)
+    return found
 
 
 SETTINGS = {policy: {"policy": policy} for policy in EVICTION}
@@ -145,16 +149,6 @@ def test_what_a_prompt_reads_ahead_is_counted_as_its_own():
         model(mx.array([PROMPT * 40]))
         stats = moelab.stats(model)
         assert stats.prefill.prefetch_issued and stats.decode == type(stats.decode)()
-
-
-def test_closing_does_not_wait_for_guesses(want):
-    others = set(threading.enumerate())
-    model, _ = load_model(TINY_MOE, moelab.StreamConfig(prefetch="lookahead", slots=SLOTS))
-    decode(model, 3)
-    begin = time.monotonic()
-    moelab.close(model)
-    assert time.monotonic() - begin < 5
-    assert not any(t.name.startswith("moelab") for t in set(threading.enumerate()) - others)
 
 
 # Their blocks take more than the hidden state: token ids, or the routing itself.

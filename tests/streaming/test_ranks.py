@@ -38,27 +38,22 @@ SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # of ranks that go
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """Where the checkpoints of ``CASES`` lie, each with its settings."""
+    """Where the checkpoints of ``CASES`` lie with their settings, and what one process finds."""
     folder = tmp_path_factory.mktemp("checkpoints")
     paths = {"tiny-moe": TINY_MOE}
     for name, _ in CASES:
         if name not in paths:
             paths[name] = families.write_checkpoint(name, folder / name, "affine4")
-    return [(str(paths[name]), settings) for name, settings in CASES]
-
-
-@pytest.fixture(scope="module")
-def one(cases):
-    """What this process alone finds."""
-    return rank_decode.decode(None, cases)
+    made = [(str(paths[name]), settings) for name, settings in CASES]
+    return made, rank_decode.decode(None, made)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ranks_give_the_bits_of_one(n, cases, one, monkeypatch):
+def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
     """The same logits in every mode; each expert is read by one rank, its owner."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
-    chosen = slice(None if n == 2 else 4)
-    found = everywhere(n, rank_decode.decode, cases[chosen])
+    chosen, (made, one) = slice(None if n == 2 else 4), cases
+    found = everywhere(n, rank_decode.decode, made[chosen])
     for (name, settings), (logits, read, counts), *each in zip(CASES[chosen], one, *found):
         L, E = np.shape(read)
         owners = by_number(L, E, n)
@@ -87,56 +82,43 @@ def checkpoints(tmp_path_factory):
     return {"one": one, "other": other, "short": short}
 
 
-def endings(checkpoints, second, tmp_path):
-    """How two ranks end of which the second is another. No later than 60 s after their start."""
+ENDED = "another rank has ended"
+ROUNDS = "the machines round differently"  # and choose other experts
+# Of the second rank its checkpoint, its settings and what it does in the middle of an answer, if it
+# gets so far; and what each of the two says.
+WRONG = {
+    "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
+    "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),
+    "shard": ("short", SETTINGS, "rank 1 of 2 ended: CheckpointError: ", "are not in the folder"),
+    "resident": (
+        "one", SETTINGS.replace("fused", "resident"),
+        "rank 1 of 2 ended: ValueError: ", "holds all of them",
+    ),
+    "SIGKILL": ("one", SETTINGS, ENDED, ""),
+    "raise": ("one", SETTINGS, ENDED, ""),
+    "SIGSTOP": ("one", SETTINGS, "no answer from the other ranks for 5 s", ""),
+    "other": ("one", SETTINGS, ROUNDS, ROUNDS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
+    """One line on each that can say one, no later than 60 s after the start; none waits."""
+    name, own, *said = WRONG[case]
+    answers = (name, own) == ("one", SETTINGS)
     program = str(HELPERS / "rank_ends.py")
-    name, own, *how = second
     commands = [[program, str(checkpoints["one"]), SETTINGS]]
-    commands += [[program, str(checkpoints[name]), own, *how]]
+    commands += [[program, str(checkpoints[name]), own, *[case] * answers]]
     started = ranks.start(commands, tmp_path)
-    first = ranks.finish(started[:1], 60)
-    if how == ["SIGSTOP"]:
+    ended = ranks.finish(started[:1], 60)
+    if case == "SIGSTOP":
         started[1].kill()
-    return first + ranks.finish(started[1:], 60)
-
-
-@pytest.mark.parametrize(
-    "name, own, said",
-    [
-        ("one", SETTINGS.replace("4", "3"), ["StreamConfig.slots: expected the same"] * 2),
-        ("other", SETTINGS, ["checkpoint: expected the same"] * 2),
-        ("short", SETTINGS, ["rank 1 of 2 ended: CheckpointError: ", "are not in the folder"]),
-        (
-            "one",
-            SETTINGS.replace("fused", "resident"),
-            ["rank 1 of 2 ended: ValueError: ", "holds all of them"],
-        ),
-    ],
-    ids=["slots", "checkpoint", "shard", "resident"],
-)
-def test_ranks_that_differ(name, own, said, checkpoints, tmp_path):
-    """One line on each, and none waits for the other."""
-    for rank, words in zip(endings(checkpoints, (name, own), tmp_path), said):
-        assert rank.returncode == 1
-        assert words in rank.stderr and rank.stderr.count("moelab: ") == 1, rank.stderr
-        assert "Traceback" not in rank.stderr and "loaded" not in rank.stdout
-
-
-@pytest.mark.parametrize(
-    "how, first_says",
-    [
-        ("SIGKILL", "another rank has ended"),
-        ("raise", "another rank has ended"),
-        ("SIGSTOP", "no answer from the other ranks for 5 s"),
-        ("other", "the machines round differently"),  # and choose other experts
-    ],
-)
-def test_a_rank_that_ends_in_an_answer(how, first_says, checkpoints, tmp_path):
-    """The other one ends, too, and says why."""
-    first, other = endings(checkpoints, ("one", SETTINGS, how), tmp_path)
-    assert first.returncode == 1 and "loaded" in first.stdout
-    assert first_says in first.stderr and first.stderr.count("moelab: ") == 1, first.stderr
-    assert how != "other" or first_says in other.stderr, other
+    ended += ranks.finish(started[1:], 60)
+    for rank, words in zip(ended, said):
+        if words:
+            assert rank.returncode == 1 and ("loaded" in rank.stdout) == answers, rank
+            assert words in rank.stderr and rank.stderr.count("moelab: ") == 1, rank.stderr
+            assert "Traceback" not in rank.stderr
 
 
 def test_a_rank_that_loads_for_long(tmp_path):

@@ -103,35 +103,24 @@ def test_tokens_are_taken_back(name, checkpoint):
             np.testing.assert_allclose(got[i], np.array(want), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", sorted(vlm_families.REFUSED))
-def test_what_is_refused(name, tmp_path):
-    path = tmp_path / "model"
-    vlm_families.write_checkpoint("olmoe", path)
-    config = vlm_families.config_of(name)
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(moelab.CheckpointError, match=f"{path}: .*{vlm_families.REFUSED[name]}"):
-        load_model(path, moelab.StreamConfig(library="mlx-vlm"))
+REFUSED = {name: (name, "mlx-vlm", said) for name, said in vlm_families.REFUSED.items()}
+REFUSED["of no library"] = ("qwen9", "auto", "model_type qwen9: .*mlx-vlm, .* has it not")
+REFUSED["not installed"] = ("qwen9", "auto", "type qwen9: .*which is not installed.* pip install")
+CHANGED = "olmoe: mlx-vlm .* has no text model .*update_module_configs.* was tried with"
+REFUSED["another version"] = ("olmoe", "mlx-vlm", CHANGED)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_type_that_no_library_has(is_there, tmp_path, monkeypatch):
-    path = tmp_path / "model"
-    vlm_families.write_checkpoint("olmoe", path)
-    config = vlm_families.config_of("olmoe") | {"model_type": "qwen9"}
-    (path / "config.json").write_text(json.dumps(config))
-    if not is_there:
-        monkeypatch.setattr(vlm, "find_spec", lambda name: None)
-    words = "mlx-vlm, .* has it not" if is_there else "which is not installed.* pip install"
-    with pytest.raises(moelab.CheckpointError, match=f"{path}: model_type qwen9: .*{words}"):
-        load_model(path)
-
-
-def test_another_version_of_mlx_vlm(tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_is_refused(case, tmp_path, monkeypatch):
     vlm_families.write_checkpoint("olmoe", tmp_path)
-    monkeypatch.delattr("mlx_vlm.utils.update_module_configs")
-    changed = "olmoe: mlx-vlm .* has no text model .*update_module_configs.* was tried with"
-    with pytest.raises(moelab.CheckpointError, match=changed):
-        load_model(tmp_path, moelab.StreamConfig(library="mlx-vlm"))
+    name, library, said = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(vlm_families.config_of(name)))
+    if case == "not installed":
+        monkeypatch.setattr(vlm, "find_spec", lambda name: None)
+    if case == "another version":
+        monkeypatch.delattr("mlx_vlm.utils.update_module_configs")
+    with pytest.raises(moelab.CheckpointError, match=f"{tmp_path}: .*{said}"):
+        load_model(tmp_path, moelab.StreamConfig(library=library))
 
 
 def test_auto_takes_the_class_that_has_the_names(checkpoint, tmp_path, capsys, monkeypatch):
