@@ -73,9 +73,9 @@ def loaded(good):
 def failing_load(loaded, want):
     """Load a bad model, and return the message. The model that was loaded before still answers."""
 
-    def fails(path, match, error=moelab.CheckpointError, **config):
+    def fails(path, match, **config):
         before = num_open()
-        with pytest.raises(error, match=match) as caught:
+        with pytest.raises(moelab.CheckpointError, match=match) as caught:
             load_model(path, moelab.StreamConfig(**{"slots": SLOTS, **config}))
         message = str(caught.value)
         del caught
@@ -158,9 +158,7 @@ def set_config(path, **changes):
 
 FIFOS = ("config.json", "vocab.txt", "model-00002-of-00003.safetensors")
 BAD_FOLDERS = {  # what becomes of a valid folder, and what must be said
-    "no shard": (lambda path: shard(path).unlink(), "1 are not in the folder.*Download"),
     "no weights": (no_weights, r"expected model\*.safetensors, found none. Give"),
-    "no model": (lambda path: (path / "config.json").unlink(), "config.json, found none. Give"),
     "a tensor twice": (twice, "each tensor once.*Remove"),
     "no family": (partial(set_config, model_type="no_such_model"), "no_such_model"),
     "no dimension of MLX's": (lambda path: edit_header(shard(path), wide), "tensor empty has the"),
@@ -233,14 +231,6 @@ def test_bad_environment(monkeypatch):
                 patch.setenv(name, value)
                 with pytest.raises(ValueError, match=f"{name}: expected .*got '{value}'"):
                     moelab.StreamConfig.from_env()
-
-
-@pytest.mark.parametrize("mode", ["resident", "serial", "fused"])
-def test_numbers_that_do_not_fit_the_model(mode, good, failing_load):
-    fails = partial(failing_load, good, error=ValueError, mode=mode)
-    fails(rf"StreamConfig.top_k: .* 1 to {E} .*got {E + 1}", slots=E + 1, top_k=E + 1)
-    if mode == "fused":
-        fails(rf"StreamConfig.slots: .* at least {K} .*got {K - 1}.* lower top_k", slots=K - 1)
 
 
 def test_model_without_experts(tmp_path, failing_load):

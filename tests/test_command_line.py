@@ -1,7 +1,6 @@
 """python -m moelab: no option is ignored, no value is taken for another, no traceback."""
 
 import argparse
-import importlib
 import inspect
 import io
 import json
@@ -23,33 +22,25 @@ import mlx_lm.cache_prompt
 import mlx_lm.chat
 import mlx_lm.server
 import pytest
+from mlx_lm.generate import setup_arg_parser
 from small import small
 
 import moelab
 from moelab import kernels
 from moelab import synthesize as synthesize_
 from moelab.__main__ import COMMANDS, main, start
-from moelab.commands import cache_prompt, chat, generate, repack, serve, synthesize
+from moelab.commands import cache_prompt, chat, generate, serve, synthesize
 from moelab.commands.stream_options import STREAM_OPTIONS
-from moelab.lab import check, limit, variants
+from moelab.lab import limit, variants
 from moelab.lab.experiments import bench, plan
 from moelab.prompt import encode
 
-MLX_LM_GENERATE = importlib.import_module("mlx_lm.generate")  # mlx_lm.generate is a function
-WORK = (  # what a command calls to do its work
-    (check, "check"), (generate, "generate"), (serve, "serve"), (chat, "chat"),
-    (cache_prompt, "cache_prompt"), (bench, "measure"), (plan, "advise"), (plan, "describe"),
-    (synthesize, "synthesize"), (repack, "repack"),
-)  # fmt: skip
-
 
 @pytest.fixture
-def calls(monkeypatch):
-    """What the commands call, in place of working."""
-    seen = []
-    for module, name in WORK:
-        monkeypatch.setattr(module, name, lambda *args, **kwargs: seen.append((args, kwargs)))
-    return seen
+def work(monkeypatch):
+    """What ``generate`` calls, in place of working."""
+    monkeypatch.setattr(generate, "generate", work := Mock())
+    return work
 
 
 # Options
@@ -92,8 +83,9 @@ MODELS = {
     "text.txt": "got a file. Give the folder",
     "m/config.json": "got a file. Give the folder",
     "dangling": "got a link that leads nowhere",
-    "empty": "expected a model folder with a config.json",
+    "empty": "expected a model folder with a config.json, found none. Give",
     "broken": "broken/config.json: not JSON.*Download it again",
+    "old": "1 are not in the folder.*Download .* or remove the index if the 1 ",
     "adapters": "these adapters as",
     "tiny-draft": "no experts.*as the --draft of a model|a model with experts",
     "tiny-dflash": "got a DFlash draft.*its --draft",
@@ -107,7 +99,6 @@ MORE = {
 }
 OWN = """
 check --model m | MODEL], without a flag
-check m --colour | does not take --colour: leave it out
 generate --prompt x | MODEL is required
 generate m | required: -p/--prompt
 generate m --promt x | did you mean --prompt
@@ -115,6 +106,11 @@ generate m --prompt '' | --prompt: expected some text
 generate m --prompt caf\udce9 | --prompt: expected UTF-8
 generate m --prompt x --max-token 3 | did you mean --max-tokens
 generate m --prompt x --slots 1.5 | --slots: expected a whole number .* got '1.5', or auto
+generate m --prompt x --mode serial --slots 9 | --slots has no effect in mode serial
+generate m --prompt x --mode buffers --policy lfu | --policy has no effect in mode buffers
+generate m --prompt x --mode resident --readers 7 | --readers has no effect in mode resident
+generate m --prompt x --slots 9 --memory-nbytes 1GB | --memory-nbytes .* without --slots auto
+generate m --prompt x --slots 9 --context 512 | --context .* without --slots auto
 generate m --prompt x --slots 3 | --slots: expected at least 8 .* lower --experts-top-k
 generate m --prompt x --memory-nbytes 9PB | as in 500MB or 2GB
 generate m --prompt x --memory-nbytes 8 GB | does not take GB: .* quotes
@@ -122,6 +118,8 @@ generate m --prompt x --memory-nbytes 1MB | expected at least .* of memory .* go
 generate m --prompt x --temperature 1 | did you mean --temp
 generate m --prompt x --top-k 3 | --sampling-top-k .* --experts-top-k .* two mean
 generate m --prompt x --experts-top-k 99 | --experts-top-k: expected 1 to 64
+generate m --prompt x --experts-top-k 65 --mode resident | --experts-top-k: expected 1 to
+generate m --prompt x --experts-top-k 65 --mode serial | --experts-top-k: expected 1 to
 generate m --prompt x --mode warp | --mode: .* 'warp' .choose from .?resident
 generate m --prompt x --mode serial --prefetch lookahead | --prefetch: 'lookahead' needs slots
 generate m --prompt x --draft no | draft 'no': expected lookup, mtp
@@ -137,9 +135,14 @@ generate moe --prompt x --max-kv-size 64 --draft lookup | --max-kv-size=64 canno
 generate moe --prompt x --max-kv-size 64 --kv-bits 8 | --max-kv-size=64 cannot go with --kv-bits
 generate m --prompt x --chat-template-config [] | --chat-template-config: expected an object in JSON
 generate m --prompt x --prompt-cache-file text.txt | make it again
+generate m --prompt x --prompt-cache-file no.safetensors | no.safetensors
+generate m --prompt x --prompt-cache-file m/model.safetensors | expected a prompt cache of m
+generate bare --prompt x | tokenizer.json may
 cache-prompt m --prompt x | required: --prompt-cache-file
 cache-prompt m --prompt x --prompt-cache-file no/c.safetensors | no/c.safetensors: expected
 cache-prompt m --prompt x --prompt-cache-file c.npz | c.npz: expected
+cache-prompt m --prompt x --prompt-cache-file empty | empty: expected
+cache-prompt m --prompt x --prompt-cache-file /proc/c.safetensors | /proc/c.safetensors: cannot
 cache-prompt m --prompt x --prompt-cache-file m/model.safetensors | Name another file
 cache-prompt m --prompt x --prompt-cache-file c.safetensors --max-kv-size 64 | makes its own
 cache-prompt m --prompt x --prompt-cache-file c.safetensors --eos-token nonsuch | --eos-token: exp
@@ -148,6 +151,10 @@ chat m --system x | did you mean --system-prompt
 serve m --pipeline | --pipeline: several machines divide the experts
 serve m --port 99999 | --port: expected a whole number from 0 to 65535
 serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: cannot be written
+serve m --port 0 --prompt-cache-dir text.txt/c | --prompt-cache-dir text.txt/c: .* Name another
+serve m --port 0 --prompt-cache-dir /proc/c | --prompt-cache-dir /proc/c: .* Name another
+serve m --port 0 --memory-nbytes 170MB --decode-concurrency 20 | expected at least .* reserved
+serve m --port 0 --host no.such.host.invalid | --host no.such.host.invalid
 serve m --prompt-cache-bytes much | --prompt-cache-bytes: expected bytes
 serve m --chat-template-args [1] | --chat-template-args: expected an object in JSON
 bench m --mode fused | did you mean .*--modes
@@ -222,7 +229,7 @@ def mistakes():
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, moe):
+def place(tmp_path_factory, moe, model_path):
     """A folder with models and with what is none."""
     here = tmp_path_factory.mktemp("place")
     for name in ("tiny-draft", "tiny-dflash", "tiny-mtp"):
@@ -230,6 +237,11 @@ def place(tmp_path_factory, moe):
     for name, target in (("m", "models/tiny-moe"), ("traces", "traces"), ("dangling", "no")):
         (here / name).symlink_to(moelab.DATA / target)
     (here / "moe").symlink_to(moe)
+    for name in ("bare", "old"):
+        shutil.copytree(model_path, here / name)
+    (here / "bare" / "tokenizer.json").unlink()
+    index = {"weight_map": {"norm.weight": "model-00001-of-00009.safetensors"}}
+    (here / "old" / "model.safetensors.index.json").write_text(json.dumps(index))
     (here / "text.txt").write_text("no JSON")
     for file in ("empty/x", "broken/config.json", "adapters/adapter_config.json"):
         (here / file).parent.mkdir()
@@ -306,7 +318,7 @@ def servers_parser():
 @pytest.mark.parametrize(
     "ours, theirs, others",
     [
-        (generate, MLX_LM_GENERATE.setup_arg_parser,
+        (generate, setup_arg_parser,
          {"--prompt", "-p", "--max-tokens", "-m", "--chat-template-config", "--num-draft-tokens",
           "--top-k", "--image", "--quantize-activations", "-qa", "--use-default-chat-template"}),
         (chat, mlx_lm.chat.setup_arg_parser, {"--pipeline"}),
@@ -328,23 +340,35 @@ def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
 
 
 @pytest.mark.parametrize(
-    "option, field, value, without_use, said",
+    "option, value",
     [
-        ("--slots 9", "slots", 9, "--mode serial", "--slots has no effect in mode serial"),
-        ("--experts-top-k 3", "top_k", 3, "--top-k 3", "--top-k.* two meanings here"),
-        ("--policy lfu", "policy", "lfu", "--mode buffers", "--policy has no effect in mode buf"),
-        ("--readers 7", "readers", 7, "--mode resident", "--readers has no effect in mode res"),
-        ("--prefetch lookahead", "prefetch", "lookahead", "--mode serial", "prefetch: .* needs sl"),
-        ("--memory-nbytes 1GB", "memory_nbytes", 10**9, "--slots 9", "without --slots auto"),
-        ("--context 512", "context", 512, "--slots 9", "--context .* without --slots auto"),
+        ("slots", 9), ("experts-top-k", 3), ("policy", "lfu"), ("readers", 7), ("context", 512),
+        ("prefetch", "lookahead"), ("memory-nbytes", 10**9),
+    ],
+)  # fmt: skip
+def test_a_stream_option_counts(option, value, work, run):
+    assert run("generate", "M", "--prompt", "x", f"--{option}", value).code == 0
+    field = option.removeprefix("experts-").replace("-", "_")
+    assert getattr(work.call_args.args[1], field) == value
+
+
+@pytest.mark.parametrize(
+    "variables, now",
+    [
+        (["MLX_MOE_STACKED=1", "MLX_MOE_CACHE_SLOTS=24"], "mode stacked, slots 24"),
+        (["SWIFTLM_TOP_K=4"], "mode fused, slots 9, top-k 4"),
+        ([], ""),
     ],
 )
-def test_a_stream_option_counts_or_is_refused(option, field, value, without_use, said, calls, run):
-    command = ["generate", "M", "--prompt", "x", *option.split()]
-    assert run(*command).code == 0
-    assert getattr(calls.pop()[0][1], field) == value
-    got = run(*command, *without_use.split())
-    assert got.code in (1, 2) and re.search(said, got.err) and not calls
+def test_the_environment_of_swiftlm(variables, now, work, monkeypatch, run):
+    """Its variables are honoured and named; the command's own options come first."""
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("="))
+    options = [] if "24" in now else ["--slots", "9"]
+    err = run("generate", "M", "--prompt", "x", *options).said.strip()
+    assert all(variable in err for variable in variables) and err.endswith(now)
+    config = work.call_args.args[1]
+    assert f"mode {config.mode}, slots {config.slots}" in now if variables else not err
 
 
 # Text
@@ -359,14 +383,14 @@ def test_a_stream_option_counts_or_is_refused(option, field, value, without_use,
         (None, "got none"),
     ],
 )
-def test_a_dash_reads_standard_input(data, refused, calls, monkeypatch, run):
+def test_a_dash_reads_standard_input(data, refused, work, monkeypatch, run):
     given = None if data is None else io.TextIOWrapper(io.BytesIO(data), encoding="ascii")
     monkeypatch.setattr(sys, "stdin", given)
     got = run("generate", "M", "--prompt", "-")
     if refused is None:
-        assert got.code == 0 and calls[0][0][0].prompt == data.decode()
+        assert got.code == 0 and work.call_args.args[0].prompt == data.decode()
     else:
-        assert got.code == 2 and not calls
+        assert got.code == 2 and not work.called
         assert all(w in got.err for w in ("--prompt", "standard input", refused))
 
 
@@ -385,37 +409,10 @@ def test_a_current_folder_that_was_removed(tmp_path, run, monkeypatch):
     assert got.code == 1 and f"current folder {gone} was removed: change to another" in got.err
 
 
-def without_tokenizer(path):
-    (path / "tokenizer.json").unlink()
-
-
-def with_an_old_index(path):
-    index = {"weight_map": {"norm.weight": "model-00001-of-00009.safetensors"}}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def dangling(path):
-    (path / "a.safetensors").symlink_to("nowhere")
-
-
-# What is done to a copy of tiny-moe, a command, its exit status, and what it says.
-WORDS = {
-    "no tokenizer": (without_tokenizer, "generate {} -p hi", 1, "tokenizer.json may"),
-    "an old index": (with_an_old_index, "check {}", 1, "or remove the index if the 1 "),
-    "200MB": (None, "generate --model {} -p hi -m 1 --memory-nbytes 200MB", 0,
-              r"(?s)\[1 token; prompt .*; arrays took at most \d+ MB\].*slots=64"),
-    "a dangling link": (dangling, "check {}", None, r"\[ok\] SSD: .* of model.s"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WORDS)
-def test_the_words_say_what_to_do(case, tmp_path, monkeypatch, run):
-    change, command, code, said = WORDS[case]
-    path = shutil.copytree(moelab.DATA / "models" / "tiny-moe", tmp_path / "model")
-    if change:
-        change(path)
-    got = run(*command.replace("{}", str(path)).split())
-    assert code in (None, got.code) and re.search(said, got.said), got.said
+def test_check_measures_a_file_that_is_there(tmp_path, run):
+    model = shutil.copytree(moelab.DATA / "models" / "tiny-moe", tmp_path / "m")
+    (model / "a.safetensors").symlink_to("nowhere")
+    assert re.search(r"\[ok\] SSD: .* of model.s", run("check", model).out)
 
 
 # Signals and pipes

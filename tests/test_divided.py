@@ -14,7 +14,6 @@ import rank_processes as ranks
 from in_process import complete
 
 from moelab import DATA
-from moelab.__main__ import main
 from moelab.lab.ranks import environments, hosts
 
 MODEL = str(DATA / "models/tiny-moe")
@@ -52,12 +51,10 @@ def test_prompts_that_differ(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
-def test_what_is_not_divided(command, monkeypatch, capsys):
+def test_what_is_not_divided(command, monkeypatch, run):
     """A command that knows of no ranks would do its work in each."""
     monkeypatch.setenv("MLX_RANK", "0")
-    with pytest.raises(SystemExit):
-        main([command, MODEL])
-    assert f"{command} runs in one process" in capsys.readouterr().err
+    assert f"{command} runs in one process" in run(command, MODEL).err
 
 
 @pytest.fixture

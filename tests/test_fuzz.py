@@ -11,6 +11,8 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import fuzzing
@@ -25,18 +27,17 @@ GOOD = {"same text", "as mlx-lm", "loads", "refused"}
 def test_damaged_files(tmp_path):
     fuzzing.write_bases(tmp_path)
     env = {**os.environ, "PYTHONPATH": str(Path(moelab.__file__).parents[1]), "HF_HUB_OFFLINE": "1"}
-    outs = [(tmp_path / f"{i}.jsonl", tmp_path / f"{i}.txt") for i in range(WORKERS)]
-    workers, records = [], []
-    for i, (out, errors) in enumerate(outs):
-        cases = map(str, (i, WORKERS, CASES))
-        command = [sys.executable, fuzzing.__file__, str(tmp_path), *cases]
-        with out.open("w") as stdout, errors.open("w") as stderr:
-            workers.append(subprocess.Popen(command, stdout=stdout, stderr=stderr, env=env))
-    for worker, (out, errors) in zip(workers, outs):
-        code = worker.wait()
-        lines = [json.loads(line) for line in out.read_text().splitlines()]
-        assert not code, f"ended with {code} in {lines[-1:]}: {errors.read_text()[-2000:]}"
-        records += [line for line in lines if "outcome" in line]
+
+    def work(i):
+        command = [sys.executable, fuzzing.__file__, tmp_path, *map(str, (i, WORKERS, CASES))]
+        done = subprocess.run(command, capture_output=True, text=True, env=env)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        code = done.returncode
+        assert not code, f"ended with {code} in {lines[-1:]}: {done.stderr[-2000:]}"
+        return [line for line in lines if "outcome" in line]
+
+    with ThreadPoolExecutor(WORKERS) as threads:
+        records = [*chain(*threads.map(work, range(WORKERS)))]
     counts = collections.Counter((r["kind"], r["outcome"]) for r in records)
     print(*(f"\n{kind:14} {outcome:12} {n}" for (kind, outcome), n in sorted(counts.items())))
     assert sorted(r["case"] for r in records) == list(range(CASES))

@@ -1,12 +1,10 @@
 """python -m moelab generate, chat and cache-prompt: the texts of mlx-lm's commands, streamed."""
 
-import argparse
 import importlib
 import io
 import re
 import shutil
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
@@ -17,8 +15,6 @@ from small import small
 import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
-from moelab.commands import generate
-from moelab.commands.kv_cache import open_prompt_cache
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -102,16 +98,11 @@ def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
     assert (plain == PROMPT + wanted) == (way == "greedy")
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory, tokenizer):
-    """A random model without caches of its own: mlx-lm makes them, so that they may be limited."""
-    path = tmp_path_factory.mktemp("plain") / "m"
-    config = small("qwen3-30b-a3b")
-    return synthesize.synthesize(path, config=config, tokenizer=tokenizer, progress=False)
-
-
 @pytest.mark.parametrize("size", ["7", "500"])
-def test_a_cache_of_a_limited_size(size, plain, command, capsys, monkeypatch):
+def test_a_cache_of_a_limited_size(size, tokenizer, command, capsys, monkeypatch, tmp_path):
+    """Of a model without caches of its own: mlx-lm makes them, so that they may be limited."""
+    made = {"config": small("qwen3-30b-a3b"), "tokenizer": tokenizer, "progress": False}
+    plain = synthesize.synthesize(tmp_path / "m", **made)
     more = ["--prompt", "def f(x): return x", "--max-tokens", 12]
     limited = theirs(capsys, monkeypatch, "--model", plain, *more, "--max-kv-size", size)
     assert (limited == theirs(capsys, monkeypatch, "--model", plain, *more)) == (size == "500")
@@ -138,10 +129,11 @@ def test_what_ends_a_text(command, capsys, monkeypatch):
 
 def test_the_plan_is_told_on_stderr(capsys):
     """The answer alone is on stdout, with mlx-lm's line of figures."""
-    argv = ["generate", str(MODEL), "--prompt", PROMPT, "--max-tokens", "2"]
+    argv = ["generate", "--model", str(MODEL), "-p", PROMPT, "-m", "1", "--memory-nbytes", "200MB"]
     assert main(argv) == main([*argv, "--verbose", "f"]) == 0
     out, err = capsys.readouterr()
-    assert "slots=" not in out and err.count("slots=") == 1 and "available" in err
+    assert re.search(r"\[1 token; prompt .*; arrays took at most \d+ MB\]", out)
+    assert "slots=" not in out and err.count("slots=") == 1 == err.count("slots=64")
 
 
 @pytest.mark.parametrize(
@@ -180,8 +172,8 @@ def test_a_template_that_fails(chatty, command, tmp_path):
     assert "chat template" in command(*generate, "--prompt-cache-file", file, code=1)
 
 
-def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
-    """Of this command and of mlx-lm's, for this command and for mlx-lm's."""
+def test_a_prompt_cache_file(chatty, random_tiny_moe, command, capsys, monkeypatch, tmp_path):
+    """Of this command and of mlx-lm's, for both of them; not for another model."""
     for model in (MODEL, chatty):
         whole, begin, end = PROMPT, PROMPT[:-10], PROMPT[-10:]
         wanted = text_of(command("generate", model, *SLOTS, "--prompt", whole, "--max-tokens", 12))
@@ -194,6 +186,7 @@ def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
             got = text_of(command("generate", model, *SLOTS, *more, *draft))
             assert got.removeprefix(end) == wanted
         assert theirs(capsys, monkeypatch, "--model", model, *more) == wanted
+        assert str(model) in command("generate", random_tiny_moe, *SLOTS, *more, code=1)
 
         monkeypatch.setattr(cache_prompt, "load", lambda path, **_: moelab.load(path, RESIDENT))
         argv = ["--model", str(model), "--prompt", begin, "--prompt-cache-file", str(file)]
@@ -201,24 +194,6 @@ def test_a_prompt_cache_file(chatty, command, capsys, monkeypatch, tmp_path):
         cache_prompt.main()
         capsys.readouterr()
         assert text_of(command("generate", model, *SLOTS, *more)).removeprefix(end) == wanted
-
-
-def test_prompt_cache_files_that_are_none(command, tmp_path, random_tiny_moe, monkeypatch):
-    file = tmp_path / "p.safetensors"
-    make = ["cache-prompt", MODEL, *SLOTS, "--prompt", "x", "--prompt-cache-file"]
-    use = [*SLOTS, "--prompt", "x", "--prompt-cache-file", file]
-    assert str(file) in command("generate", MODEL, *use, code=1)
-    mx.save_safetensors(str(file), {"a": mx.zeros(3)})
-    assert "expected a prompt cache" in command("generate", MODEL, *use, code=1)
-    held = file.read_bytes()
-    assert "found something else" in command(*make, file, code=1) and file.read_bytes() == held
-    file.unlink()
-    command(*make, file)
-    assert "tiny-moe" in command("generate", random_tiny_moe, *use, code=1)
-    monkeypatch.setattr("moelab.commands.cache_prompt.load", None)  # it is not even begun
-    cannot = tmp_path / "no" / "p.safetensors", Path("/proc/p.safetensors")
-    for wrong in (*cannot, tmp_path / "p.npz", tmp_path):
-        assert str(wrong) in command(*make, wrong, code=1)
 
 
 def replaced(name, change):
@@ -234,31 +209,25 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 }
 
 
-def test_a_prompt_cache_that_is_damaged(command, tmp_path, capsys):
+def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
     """It is refused by its checksum, or by the sizes that the model's caches have.
 
     Other numbers of the right sizes in a file without a checksum are used, which stderr says.
     """
-    file, config = tmp_path / "p.safetensors", moelab.StreamConfig(slots=16)
-    args = argparse.Namespace(
-        model=str(MODEL), prompt_cache_file=file, trust_remote_code=False, max_kv_size=None,
-        kv_bits=None, kv_group_size=64,
-    )  # fmt: skip
-    command("cache-prompt", MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file)
+    file = tmp_path / "p.safetensors"
+    more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
+    command("cache-prompt", *more)
     whole = mx.load(str(file), return_metadata=True)
     for name, change in CHANGES.items():
         arrays, about = change(*whole)
-        mx.save_safetensors(str(file), arrays, about)
-        with pytest.raises(ValueError, match=f"{file}: .*[Mm]ake it again"):
-            open_prompt_cache(args, config)
-        del about["0.checksum"]
-        mx.save_safetensors(str(file), arrays, about)
-        if name == "other numbers":
-            assert len(open_prompt_cache(args, config)[0]) == 8
-            assert "without a checksum" in capsys.readouterr().err
-        else:
-            with pytest.raises(ValueError, match=f"{file}: .*[Mm]ake it again"):
-                open_prompt_cache(args, config)
+        for _ in range(1 + (name != "other numbers")):
+            mx.save_safetensors(str(file), arrays, about)
+            said = command("generate", *more, code=1)
+            assert re.search(f"{file}: .*[Mm]ake it again", said), name
+            about.pop("0.checksum", None)
+    mx.save_safetensors(str(file), arrays, about)
+    got = run("generate", *more, "--max-tokens", 1)
+    assert got.code == 0 and "without a checksum" in got.said
 
 
 def test_a_prompt_cache_is_replaced_behind_its_link(command, tmp_path):
@@ -288,29 +257,6 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
         assert "--kv-bits=4 and --kv-group-size=64" in said
     said = command("generate", MODEL, *SLOTS, *use, "--max-kv-size", "64", code=1)
     assert "--max-kv-size" in said and "no effect" in said
-
-
-@pytest.mark.parametrize(
-    "variables, options, now",
-    [
-        ({"MLX_MOE_STACKED": "1", "MLX_MOE_CACHE_SLOTS": "24"}, [], "mode stacked, slots 24"),
-        ({"SWIFTLM_TOP_K": "4"}, ["--slots", "9"], "mode fused, slots 9, top-k 4"),
-        ({}, ["--slots", "9"], None),
-    ],
-)
-def test_the_environment_of_swiftlm(variables, options, now, monkeypatch, capsys):
-    """Its variables are honoured and named; the command's own options come first."""
-    seen = []
-    monkeypatch.setattr(generate, "generate", lambda _, config: seen.append(config))
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert main(["generate", str(MODEL), "--prompt", "x", *options]) == 0
-    err = capsys.readouterr().err.strip()
-    assert all(f"{name}={value}" in err for name, value in variables.items())
-    if now is None:
-        assert not err
-    else:
-        assert err.endswith(now) and seen[0].mode in now and f"slots {seen[0].slots}" in now
 
 
 # Chat
@@ -343,17 +289,15 @@ def test_chat(chatty, command):
 
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
-def test_chat_with_a_long_message(draft, capsys, monkeypatch):
+def test_chat_with_a_long_message(draft, run, monkeypatch):
     """A terminal shows its progress; a conversation stays as long as it is."""
     long = "def f(x): return x + 1; " * 40
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"x\n{long}\nx".encode())))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]
-    assert main(["chat", str(MODEL), *options]) == 0
-    err = capsys.readouterr().err
-    beyond = [s for s in err.splitlines() if "more than the 128" in s]
-    assert len(beyond) == 2 and "--context" in beyond[0]
-    assert ("prompt: 100%" in err) == (not draft)
+    got = run("chat", MODEL, *options, stdin=f"x\n{long}\nx")
+    beyond = [s for s in got.said.splitlines() if "more than the 128" in s]
+    assert got.code == 0 and len(beyond) == 2 and "--context" in beyond[0]
+    assert ("prompt: 100%" in got.said) == (not draft)
 
 
 def test_a_chat_without_a_template_or_with_bytes_that_are_no_text(command, model_path, monkeypatch):

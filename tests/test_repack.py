@@ -5,6 +5,7 @@ import os
 import pkgutil
 import resource
 import shutil
+from unittest.mock import Mock
 
 import families
 import numpy as np
@@ -14,7 +15,6 @@ from greedy import greedy_logits
 
 import moelab
 from moelab import repack as repack_module
-from moelab.__main__ import main
 from moelab.checkpoint import Checkpoint
 from moelab.experts import locate_experts
 from moelab.repack import PAGE_NBYTES, repack
@@ -53,13 +53,8 @@ def test_every_family_gives_the_same_answer_packed(name, variant, tmp_path):
 
 @pytest.fixture(scope="module")
 def packed(moe, tmp_path_factory):
-    """A small packed checkpoint. Tests damage copies of it."""
+    """A small packed checkpoint."""
     return repack(moe, tmp_path_factory.mktemp("packed") / "m", progress=False)
-
-
-@pytest.fixture
-def damaged(packed, tmp_path):
-    return shutil.copytree(packed, tmp_path / "damaged")
 
 
 def test_the_same_bytes_on_pages_of_their_own(moe, packed):
@@ -109,12 +104,9 @@ STEPS = (
 
 @pytest.mark.parametrize("step", STEPS)
 def test_an_interrupted_run_leaves_nothing(step, moe, tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     out = tmp_path / "out"
     with monkeypatch.context() as m:
-        m.setattr(step, interrupt)
+        m.setattr(step, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt, match=f"nothing was written, there is no {out}"):
             repack(moe, out, progress=False)
     assert not list(tmp_path.iterdir())
@@ -124,7 +116,7 @@ def test_an_interrupted_run_leaves_nothing(step, moe, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("step", (STEPS[0], "mlx.core.save_safetensors"))
-def test_a_disk_that_takes_no_more(step, moe, tmp_path, monkeypatch, capsys):
+def test_a_disk_that_takes_no_more(step, moe, tmp_path, monkeypatch, run):
     """Files of 10 kB are too large from a step on, as for a user with a quota."""
     limits, write = resource.getrlimit(resource.RLIMIT_FSIZE), pkgutil.resolve_name(step)
 
@@ -134,12 +126,11 @@ def test_a_disk_that_takes_no_more(step, moe, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(step, limited)
     try:
-        code = main(["repack", str(moe), str(out := tmp_path / "out"), "--quiet"])
+        got = run("repack", moe, out := tmp_path / "out", "--quiet")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    said = capsys.readouterr().err
-    assert code == 1 and f"moelab: nothing was written, there is no {out}: " in said
-    assert said.find("\n") == len(said) - 1 and not list(tmp_path.iterdir())
+    assert got.code == 1 and f"moelab: nothing was written, there is no {out}: " in got.err
+    assert got.said == got.err + "\n" and not list(tmp_path.iterdir())
 
 
 def test_links_in_a_source(moe, tmp_path):
@@ -180,7 +171,8 @@ def test_a_source_that_is_replaced_meanwhile(name, model_path, tmp_path, monkeyp
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_layer_in_two_files_or_in_none(damaged):
+def test_a_layer_in_two_files_or_in_none(packed, tmp_path):
+    damaged = shutil.copytree(packed, tmp_path / "damaged")
     first, second = (damaged / f"experts-0000{i}.safetensors" for i in range(2))
     shutil.copy(first, second)
     said = f"each tensor once.*model.layers.0.*{first.name}.*{second.name}"

@@ -81,21 +81,20 @@ def listening(app, engine):
 
 
 def started(*options, model=MODEL):
-    """The command's status and, if that is 0, the application and the engine that it made."""
-    made = [None]
+    """The application and the engine that the command made."""
+    made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http.Server, "answer", lambda self: made.append(self))
-        code = main(["serve", str(model), "--port", "0", *options])
-    return code, made[-1] and (made[-1].config.app, made[-1].engine)
+        assert main(["serve", str(model), "--port", "0", *options]) == 0
+    return made[0].config.app, made[0].engine
 
 
 @contextmanager
 def serving(*options, **model):
     """A server of the command."""
-    code, made = started(*options, **model)
-    assert code == 0
+    app, engine = started(*options, **model)
     try:
-        with listening(*made) as url:
+        with listening(app, engine) as url:
             yield Here(url)
     finally:  # its thread would keep the tests from ending
-        made[1].stop()
+        engine.stop()

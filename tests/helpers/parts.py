@@ -42,23 +42,21 @@ def run(part: str, with_slow: bool, started: list[subprocess.Popen]) -> tuple[Co
     log.parent.mkdir(exist_ok=True)
     say(f"{part}: begins\n")
     with log.open("w") as out:
-        options = {"stdout": out, "stderr": out, "start_new_session": True}  # ``end`` ends it
+        options = {"stdout": out, "stderr": out, "start_new_session": True}  # ``main`` ends it
         started.append(p := subprocess.Popen(words, cwd=ROOT, env=env, **options))
         while p.poll() is None:
             try:
                 p.wait(SAY_S)
             except subprocess.TimeoutExpired:
-                done = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace")) or ["0%"]
-                say(f"{part}: {done[-1]}\n")
-    lines = log.read_text(errors="replace").rpartition("short test summary")[2].splitlines()
-    sums = [line for line in lines if re.search(r"\d (passed|failed|skipped|error).* in \d", line)]
-    counts = Counter()
-    for number, what in re.findall(r"(\d+) (passed|failed|skipped|error)", "".join(sums[-1:])):
-        counts["failed" if what == "error" else what] += int(number)
-    failed = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    if p.returncode and (p.returncode not in (1, 2) or not counts["failed"]):
-        counts["failed"] += 1
-        failed.append(f"pytest ended with status {p.returncode}: {''.join(lines[-1:])}")
+                done = re.findall(r"\[ *(\d+%)\]", log.read_text(errors="replace"))
+                say(f"{part}: {['0%', *done][-1]}\n")
+    text = log.read_text(errors="replace").rpartition("short test summary")[2]
+    total = "".join(re.findall(r"^=+ (.+ in \d.*) =+$", text, re.M)[-1:])
+    counts = Counter({w: int(n) for n, w in re.findall(r"(\d+) (passed|skipped)", total)})
+    failed = re.findall(r"^(?:FAILED|ERROR) .*", text, re.M)
+    if p.returncode and (p.returncode not in (1, 2) or not failed):
+        failed.append(f"pytest ended with status {p.returncode}: {''.join(text.splitlines()[-1:])}")
+    counts["failed"] = len(failed)
     say(f"{part}: {told(counts)} in {time.monotonic() - begin:.0f} s\n")
     return counts, "\n".join([f"in build/{log.name}:", *failed] if failed else [])
 
@@ -66,15 +64,6 @@ def run(part: str, with_slow: bool, started: list[subprocess.Popen]) -> tuple[Co
 def told(counts: Counter) -> str:
     """The counts in words."""
     return ", ".join(f"{counts[what]} {what}" for what in ("passed", "failed", "skipped"))
-
-
-def end(process: subprocess.Popen) -> None:
-    """End pytest and what it started; notebooks go on after a Ctrl-C."""
-    process.send_signal(signal.SIGINT)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(20)
-    with suppress(OSError):  # none is left
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def main(*words: str) -> int:
@@ -89,7 +78,11 @@ def main(*words: str) -> int:
             counts, failed = zip(*runs)
         except KeyboardInterrupt:
             for process in started:
-                end(process)
+                process.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+                with suppress(OSError):  # none is left of what it started: notebooks go on
+                    os.killpg(process.pid, signal.SIGKILL)
             raise
     total = sum(counts, Counter())
     print(*filter(None, failed), told(total), sep="\n")

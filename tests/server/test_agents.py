@@ -10,7 +10,7 @@ import openai
 import pytest
 import speaker
 from anthropic.types import Message, RawMessageStreamEvent
-from in_process import SLOTS, serving
+from in_process import SLOTS, serving, user
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -21,7 +21,7 @@ from moelab.commands.server.responses import Responses
 
 HOW = {"api_key": "none", "max_retries": 0, "timeout": 60}
 ASK = {"model": "default_model", "input": "x", "tools": agents.CODEX["tools"]}
-MESSAGES = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+MESSAGES = {"messages": [user("x")], "max_tokens": 9}
 MESSAGES |= {"model": "default_model", "tools": agents.CLAUDE_CODE["tools"]}
 STATUS = {"stop": "completed", "length": "incomplete", "tool_calls": "completed"}
 REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -140,10 +140,6 @@ def test_one_call_if_that_is_asked():
     assert client.facts(answer)[0] == ["call"]
 
 
-def content(part):
-    return [{"role": "user", "content": part if isinstance(part, str) else [part]}]
-
-
 URL = "http://127.0.0.1/x.png"
 IMAGE = {"type": "input_image", "image_url": URL}
 PICTURE = {"type": "image", "source": {"type": "url", "url": URL}}
@@ -160,24 +156,24 @@ REFUSED = [  # a field, and a value that would change the answer or that is none
     (OpenAI, "input", []),
     (OpenAI, "input", [5]),
     (OpenAI, "input", [{"role": "user"}]),
-    (OpenAI, "input", content(IMAGE)),
+    (OpenAI, "input", [user([IMAGE])]),
     (OpenAI, "input", [{"role": 5, "content": "x"}]),
     (OpenAI, "input", [{"type": "item_reference", "id": "x"}]),
     (OpenAI, "input", [{"type": "function_call", "call_id": "x", "name": "f"}]),
     (OpenAI, "input", [{"type": "function_call_output", "call_id": "x", "output": [IMAGE]}]),
     (OpenAI, "reasoning", "x"),
-    (OpenAI, "messages", content("x")),
+    (OpenAI, "messages", [user("x")]),
     (Anthropic, "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
     (Anthropic, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
     (Anthropic, "tool_choice", {"type": "any"}),
     (Anthropic, "tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
     (Anthropic, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
     (Anthropic, "messages", []),
-    (Anthropic, "messages", [*content("x"), {"role": "assistant", "content": "{"}]),
-    (Anthropic, "messages", content(PICTURE)),
-    (Anthropic, "messages", content({"type": "tool_use", "id": "x", "name": "f"})),
-    (Anthropic, "messages", content({"type": "tool_result", "content": "x"})),
-    (Anthropic, "messages", content(RESULT)),
+    (Anthropic, "messages", [user("x"), {"role": "assistant", "content": "{"}]),
+    (Anthropic, "messages", [user([PICTURE])]),
+    (Anthropic, "messages", [user([{"type": "tool_use", "id": "x", "name": "f"}])]),
+    (Anthropic, "messages", [user([{"type": "tool_result", "content": "x"}])]),
+    (Anthropic, "messages", [user([RESULT])]),
     (Anthropic, "system", [PICTURE]),
     (Anthropic, "system", 5),
     (Anthropic, "stop_sequences", [""]),
@@ -209,9 +205,9 @@ def test_errors(dialect):
 def test_the_text_is_that_of_mlx_lm(dialect, draft, mlx):
     """Streamed and not, alone and four at once; the second time its prompt is not read again."""
     options = {"tools": [speaker.CHAT_TOOL], "chat_template": speaker.TEMPLATE}
-    tokens = mlx.tokenizer.apply_chat_template(content(speaker.PROMPT), **options)
+    tokens = mlx.tokenizer.apply_chat_template([user(speaker.PROMPT)], **options)
     text, size = mlx.write(tokens), len(tokens)
-    fields = {dialect.asked: content(speaker.PROMPT), dialect.length: 16}
+    fields = {dialect.asked: [user(speaker.PROMPT)], dialect.length: 16}
     stops = [text[5:8], text[12:14]]
 
     def ask(_):

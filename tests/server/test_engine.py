@@ -34,16 +34,11 @@ def cached(answer):
 
 @every_server
 def test_the_text_is_that_of_mlx_lm(client, texts):
-    """Of eight at once, and of one in every form."""
+    """Of eight at once, and in a stream; ``test_openai.py`` has the other forms."""
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda p: text_of(client, p), PROMPTS)) == texts
-    prompt, text = PROMPTS[0], texts[0]
-    parts = complete(client, prompt, stream=True)
-    assert "".join(part.choices[0].text for part in parts) == text
-    answer = chat(client, user(prompt))
-    assert answer.choices[0].message.content == text
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage.completion_tokens == 16
+    parts = complete(client, PROMPTS[0], stream=True)
+    assert "".join(part.choices[0].text for part in parts) == texts[0]
 
 
 def test_texts_that_wait_have_one_prompt():
@@ -114,7 +109,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
 
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
-    """With a penalty, which looks at the whole prompt, cached or not; and of no other request."""
+    """With a penalty, which looks at the whole prompt, cached or not."""
     fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
     texts = {text_of(client, PROMPTS[0], **fields) for _ in range(2)}
     mx.random.seed(7)
@@ -122,11 +117,6 @@ def test_a_seed_writes_the_text(client, mlx):
     penalty = {"extra_body": {"repetition_penalty": 1.5, "repetition_context_size": 200}}
     texts = [text_of(client, PROMPTS[0], **penalty) for _ in range(2)]
     assert texts[0] == texts[1] != text_of(client, PROMPTS[0])
-    unseeded = set()
-    for _ in range(3):
-        complete(client, **fields)
-        unseeded.add(text_of(client, PROMPTS[0], temperature=2, max_tokens=40))
-    assert len(unseeded) == 3
 
 
 def test_a_quantized_cache(mlx):
@@ -164,7 +154,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
 
 def test_an_error_of_a_text_ends_no_other():
     """As of a sampler that cannot be made."""
-    told, (_, (_, engine)) = SimpleQueue(), started(*SERVERS["streamed"])
+    told, (_, engine) = SimpleQueue(), started(*SERVERS["streamed"])
     for sampling in ({"unknown": 1}, {}):
         engine.begin(Ask([1], 4, sampling), told.put)
     assert isinstance(told.get(timeout=60), TypeError)

@@ -24,7 +24,6 @@ from in_process import MODEL, SERVERS, SLOTS, Here, listening, serving
 from speaker import Speaker
 
 from moelab import DATA
-from moelab.__main__ import main
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part
 from moelab.commands.server.completions import Chat, Completions
@@ -257,13 +256,12 @@ def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
         wait_for(lambda: fake.engine.ended)
 
 
-def test_an_address(capsys):
-    """That is taken or unknown, and one where 200 clients wait to be accepted."""
+def test_an_address(run):
+    """That is taken, and one where 200 clients wait to be accepted."""
     with http.listen("127.0.0.1", 0) as taken, ExitStack() as stack:
-        port = str(taken.getsockname()[1])
-        for address in (["--port", port], ["--host", "no.such.host.invalid"]):
-            assert main(["serve", str(MODEL), *address]) == 1
-            assert " ".join(address) in capsys.readouterr().err
+        address = f"--port {taken.getsockname()[1]}"
+        got = run("serve", MODEL, *address.split())
+        assert got.code == 1 and address in got.err
         for _ in range(200):
             stack.enter_context(socket.create_connection(taken.getsockname(), timeout=10))
 
@@ -378,7 +376,6 @@ def test_a_hostile_crowd(draft, tmp_path):
         runs = [hostile] * 4 + [polite] * 2
         runs = [threads.submit(run, random.Random(seed)) for seed, run in enumerate(runs)]
         assert not any(run.result() for run in runs)
-        assert server.post("/completions", b"{" * 100_000_000)[0] == 413
         if draft:  # the tokens of a text of 1 MB would take 250 MB
             assert completion(server, "a " * 500_000)[0] == 413
         assert {prompt: text(prompt) for prompt in PROMPTS} == texts

@@ -128,7 +128,9 @@ def test_seeds(client):
         seeded = [threads.submit(complete, client, **fields | {"seed": 7 + i}) for i in range(3)]
         assert [text.result().choices[0].text for text in seeded] == texts
         texts += [text.result().choices[0].text for text in others]
-    texts += [choice.text for choice in complete(client, n=3, **SAMPLED).choices]
+    for _ in range(2):  # after the same seed
+        complete(client, **fields)
+        texts += [choice.text for choice in complete(client, n=2, **SAMPLED).choices]
     assert len({*texts}) == len(texts)
 
 
@@ -181,34 +183,12 @@ PAIRS = [  # a context and what may follow it
 ]
 
 
-@pytest.fixture
-def scored(mlx):
-    """For each of ``PAIRS`` the text, its tokens, how many are context, and what mlx-lm computes.
-
-    That is the sum of the others' log probabilities, and whether each was the likeliest.
-    """
-    rows, encode = [], mlx.tokenizer.encode
-    for context, continuation in PAIRS:
-        begun, tokens = encode(context), encode(context + continuation)
-        logprobs = mlx.scores(tokens)[len(begun) - 1 :]
-        follow = mx.array(tokens[len(begun) :])
-        total = mx.take_along_axis(logprobs, follow[:, None], axis=-1).sum().item()
-        greedy = mx.all(logprobs.argmax(-1) == follow).item()
-        rows.append((context + continuation, tokens, len(begun), total, greedy))
-    assert {row[-1] for row in rows} == {True, False}
-    return rows
-
-
-def read(choice, size):
-    """The sum and whether all are likeliest, as lm-eval's ``parse_logprobs`` finds them."""
-    own = choice["logprobs"]["token_logprobs"][size:-1]
-    best = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][size:-1]]
-    return sum(own), own == best
-
-
 @pytest.mark.parametrize("name", ["streamed", "lookup"])
-def test_log_likelihoods(name, scored):
+def test_log_likelihoods(name, mlx):
+    """Of a continuation: mlx-lm's sum of log probabilities, and whether each was the likeliest."""
     fixed = {"model": MODEL.name, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
+    texts, encode = ["".join(pair) for pair in PAIRS], mlx.tokenizer.encode
+    ids = [*map(encode, texts)]
     with serving(*SERVERS[name]) as server:
 
         def ask(prompt, max_tokens=1):
@@ -217,12 +197,22 @@ def test_log_likelihoods(name, scored):
             assert status == 200, answer
             return answer["choices"]
 
-        ids = [row[1] for row in scored]
         # All at once as tokens, one by one as tokens and as text; twice, after caches were kept.
-        ways = [ask(ids), *zip(*((ask([t])[0], ask(text)[0]) for text, t, *_ in scored)), ask(ids)]
-        for choices in ways:
-            for choice, (text, tokens, size, total, greedy) in zip(choices, scored, strict=True):
-                assert len(choice["logprobs"]["token_logprobs"]) == len(tokens) + 1
-                assert choice["text"].startswith(text)
-                got, all_likeliest = read(choice, size)
-                assert (got, all_likeliest) == (pytest.approx(total, abs=1e-3), greedy)
+        ways = [ask(ids), *zip(*((ask([t])[0], ask(text)[0]) for t, text in zip(ids, texts)))]
+        ways.append(ask(ids))
+    seen = set()
+    for (context, _), text, tokens, *choices in zip(PAIRS, texts, ids, *ways, strict=True):
+        size = len(encode(context))
+        logprobs, follow = mlx.scores(tokens)[size - 1 :], mx.array(tokens[size:])
+        total = mx.take_along_axis(logprobs, follow[:, None], axis=-1).sum().item()
+        greedy = mx.all(logprobs.argmax(-1) == follow).item()
+        seen.add(greedy)
+        for choice in choices:
+            scores = choice["logprobs"]
+            assert len(scores["token_logprobs"]) == len(tokens) + 1
+            assert choice["text"].startswith(text)
+            # As lm-eval's ``parse_logprobs`` finds them.
+            own = scores["token_logprobs"][size:-1]
+            best = [max(top.values()) for top in scores["top_logprobs"][size:-1]]
+            assert (sum(own), own == best) == (pytest.approx(total, abs=1e-3), greedy)
+    assert seen == {True, False}

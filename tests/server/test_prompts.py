@@ -242,12 +242,7 @@ def test_what_must_be_the_same(tmp_path, random_tiny_moe, capsys):
     assert cached(restored(folder, **options), TEXT) == [0]
 
 
-def test_folders_and_disks_that_cannot_be_written(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / "file" / "x", "/proc/x"):
-        with pytest.raises(ValueError, match=f"--prompt-cache-dir {folder}: .* Name another"):
-            files_of(folder)
-
+def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys):
     def full(name, *_):
         open(name, "wb").close()
         raise RuntimeError("no space left")

@@ -7,12 +7,13 @@ import pytest
 from fake_served import MODEL, fake_served
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_process import user
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from moelab.commands.server.ask import Ask, Refused
 from moelab.commands.server.requests import ChatRequest, CompletionRequest
 
-CHAT = {"messages": [{"role": "user", "content": "x"}]}
+CHAT = {"messages": [user("x")]}
 TEXT = {"prompt": "def f(x):"}
 BOTH = [(ChatRequest, CHAT), (CompletionRequest, TEXT)]
 both = pytest.mark.parametrize("kind, usual", BOTH, ids=["chat", "completions"])
@@ -84,15 +85,11 @@ def test_prompts():
     assert asks(ChatRequest, CHAT, tools=[tool], tool_choice="none") == asks(ChatRequest, CHAT)
 
 
-def user(content):
-    return [{"role": "user", "content": content}]
-
-
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}
 NAN, HUGE = float("nan"), 10**400  # beyond float64
 BAD = {  # values that are refused
     "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
-    "messages": [5, [], ["hi"], [{}], {"role": "user"}, *map(user, ([{}], [IMAGE], 5))],
+    "messages": [5, [], ["hi"], [{}], {"role": "user"}, *([user(c)] for c in ([{}], [IMAGE], 5))],
     "max_tokens": [-1, 1.5, True, HUGE, 2**31],
     "temperature": [-1, "hot", NAN, 101, HUGE, True],
     "top_k": [-1, 8192],
