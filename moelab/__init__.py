@@ -5,6 +5,17 @@ E experts, K experts per token (top-k), S slots per layer, L layers. Bytes are `
 seconds end in ``_s``.
 """
 
+import _signal
+import sys
+
+# ``python -m moelab`` begins here. Until ``__main__`` has a handler, Ctrl-C ends it without a word.
+if (
+    sys.argv[:1] == ["-m"]
+    and "moelab" in sys.orig_argv
+    and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+):
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
 from importlib import import_module
 from pathlib import Path
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from signal import SIGINT, default_int_handler
+from signal import SIG_DFL, SIGINT, default_int_handler
 
 _undo = []  # what ``end`` calls, from the last to the first
 _ends = False  # whether ``end`` was called
@@ -29,7 +29,7 @@ _came = False  # whether there was a Ctrl-C that ``held`` holds back
 
 def end_at_ctrl_c() -> None:
     """Have Ctrl-C end the process, unless it is ignored."""
-    if getsignal(SIGINT) is default_int_handler:
+    if getsignal(SIGINT) in (default_int_handler, SIG_DFL):
         signal(SIGINT, end)
         reads, writes = os.pipe()
         os.set_blocking(writes, False)

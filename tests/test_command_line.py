@@ -437,6 +437,25 @@ def test_ctrl_c_in_the_first_second(delay_s, model_path):
     assert process.returncode == 130
 
 
+AT_IMPORT = """
+import signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        name == "moelab.interrupts" and signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+def test_ctrl_c_while_the_package_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
+    monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
+    command = [sys.executable, "-m", "moelab", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
 CTRL_C = """
 import ctypes, os, runpy, signal, subprocess, sys, threading, time
 from moelab import repack
