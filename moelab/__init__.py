@@ -58,5 +58,5 @@ def __getattr__(name: str):
     """A public name, imported when it is first used: that takes a second, mostly for MLX."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with interrupts.held():  # a compiled module cannot be imported again after an exception
+    with interrupts.held():  # an interrupted import of numpy or MLX cannot be repeated
         return getattr(import_module(f".{_HOMES[name]}", __name__), name)

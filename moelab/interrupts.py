@@ -1,4 +1,4 @@
-"""Ctrl-C: it ends a command at once, and a call in Python where that leaves everything whole.
+"""Ctrl-C: it ends a command at once, and a call in Python at a point where nothing is half done.
 
 Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt is lost
 there in a destructor, and in the standard library's ``Condition`` it leaves a lock taken, for which

@@ -116,7 +116,7 @@ def _needed(model):
 
 def _figures(r, needed):
     """One line of figures from a text's last response and ``_needed`` since its first token."""
-    # mlx-lm's clock starts with the first token, which it counts as well.
+    # mlx-lm counts the first token, but not its time.
     speed = r.generation_tps * (r.generation_tokens - 1) / r.generation_tokens
     line = f"{speed:.1f} tok/s, " if speed else ""
     line += f"{r.generation_tokens} token{'s' * (r.generation_tokens > 1)}; "

@@ -240,7 +240,7 @@ class PromptFiles:
 
 @contextmanager
 def _left_alone(file):
-    """Print what is wrong with one file, so that it does not concern the others."""
+    """Print what is wrong with a file, and go on with the others."""
     try:
         yield
     except Exception as error:  # mlx-lm's code and MLX may raise anything

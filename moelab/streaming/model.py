@@ -52,8 +52,8 @@ from .session import Session, recurrent_states, session_of, stats
 class LoadedModel:
     """Mixed into the class of a model that ``load`` returns: it counts calls, one thread at a time.
 
-    Hold ``lock`` to keep other threads out for longer than a call. Token ids beyond the vocabulary,
-    for which MLX would end the process, are refused, but for single ones in uint32.
+    Hold ``lock`` to keep other threads out for longer than a call. A call refuses token ids beyond
+    the vocabulary: MLX would end the process. It does not check a single id in uint32.
     """
 
     @property
@@ -61,7 +61,7 @@ class LoadedModel:
         return self._session.lock
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
-        # What a sampler chose is uint32. To look at it, this would wait for the call before.
+        # A single id in uint32 comes from a sampler: checking it would wait for the last token.
         if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
             check_tokens(inputs, self)
         with self._session.call():

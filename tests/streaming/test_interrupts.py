@@ -89,7 +89,7 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
 
 
 def test_ctrl_c_while_reads_are_waited_for(path, monkeypatch, in_time):
-    """Where ``wait`` has just taken locks, which the threads need to say that they have read."""
+    """While ``wait`` holds the locks that a thread needs to report the end of its read."""
     read_in_threads(monkeypatch)
     model, _ = load_model(path, moelab.StreamConfig(slots=SLOTS, kernels="mlx"))
     want, read, came = answer(model), Reader.read_here, threading.Event()

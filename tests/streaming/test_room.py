@@ -332,7 +332,7 @@ def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(limits):
 
 
 def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
-    """They are not on an ordinary user's PATH on Debian."""
+    """Debian has ``swapon`` and ``swapoff`` on root's PATH alone."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(swap.NoSwap, match="may not swap to a file"), swap.swapping(MB, MB):
         pass

@@ -95,7 +95,7 @@ class Completions(Chat):
         text, begun = part.text, self.request.prompt[index // self.request.n]
         if self.request.echo and index not in self._told:
             if not isinstance(begun, str):
-                half = self.detokenizer.begin(begun)  # then the text has that character
+                half = self.detokenizer.begin(begun)  # the answer begins with that character
                 begun = self.tokenizer.decode(begun).rstrip("\ufffd" * half)
             text = begun + text
         rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]

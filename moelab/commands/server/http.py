@@ -31,7 +31,7 @@ SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so 
 KEEPALIVE_S = 10  # between the comments in a stream that has nothing to say
 GRACE_S = 2  # at Ctrl-C, clients have so long to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 for each of 256k tokens
-SMALL_NBYTES = 2**14  # of such a request, of which 16 are taken however short memory is
+SMALL_NBYTES = 2**14  # of a small request; 16 of them are taken however short memory is
 TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text
 CHECK_S = 60  # a request is refused whose check takes longer: its chat template may have no end
 BODY = TypeAdapter(dict[str, Any])
@@ -94,10 +94,10 @@ class _Endpoint:
 
         try:
             check = threading.Thread(target=self._check, args=(await self._read(request), tell))
-            check.daemon = True  # so that the process ends
+            check.daemon = True  # the process does not wait for it at its end
             check.start()
             asked, _ = await _next(told, CHECK_S)
-            if asked is None:  # the thread ends, but native code first
+            if asked is None:  # end the thread, once it is back from native code
                 given = ctypes.c_ulong(check.ident), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(*given)
                 words = f"body: the check took more than {CHECK_S} s (an endless template?)"
@@ -218,7 +218,7 @@ class Server(uvicorn.Server):
             self.engine.stop()
 
     def handle_exit(self, *_):
-        """End without an exception, at which MLX aborts; at the fourth signal at once."""
+        """Ask the server to end: after an exception MLX aborts. The fourth signal ends it now."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
             interrupts.end()
