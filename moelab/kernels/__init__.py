@@ -10,7 +10,7 @@ builds the kernels, ``team`` runs them on all cores, and ``use(model)`` puts the
 from . import gated_delta
 from .blocks import GatedDelta, Recurred
 from .code import to_mlx
-from .experts import ExpertsInModule, FastExperts
+from .experts import ExpertsInModule, FastExperts, call_for
 from .layers import blocks_of, use
 from .modules import available, check, describe, fits, used, with_mixin
 from .quantized import Rows

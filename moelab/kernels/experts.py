@@ -1,7 +1,5 @@
 """A layer's experts, computed by the kernels: ``FastExperts`` is the one entry that blocks know."""
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -17,8 +15,8 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be on
 class FastExperts:
     """The experts of one layer; ``forward`` computes for rows of numpy what a call would."""
 
-    # How many experts of each token ``expect`` is told of before attention; 0: it is not called.
-    expects = 0
+    # How many experts of each token ``expect`` is told of before attention, while ``expecting``.
+    expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:
         """The layer's projections; None if the kernels cannot compute a call now."""
@@ -27,10 +25,6 @@ class FastExperts:
     def expect(self, likely: np.ndarray, probability: np.ndarray) -> None:
         """Take a hint: experts ``[n, expects]`` that a call may need soon, the likeliest first."""
 
-    def arriving(self, x: Rows, routed: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The parts of a call as they arrive: places among its n * K pairs, and their matrices."""
-        yield np.arange(routed.size), routed.ravel()
-
     def forward(
         self, x: Rows, routed: np.ndarray, placed: "PlacedExperts | None" = None
     ) -> np.ndarray | None:
@@ -38,14 +32,20 @@ class FastExperts:
 
         None if the kernels do not fit. For one token ``placed`` may compute it, into its ``y``.
         """
-        found = self.all_matrices()
-        if found is None or found[0][0].inputs != x.x.shape[-1]:
+        call = call_for(self.all_matrices(), x, routed.shape, placed)
+        if call is None:
             return None
-        if placed is None or not placed.takes(found):
-            placed = ExpertCall(found, x, routed.shape)
-        for pairs, experts in self.arriving(x, routed):
-            placed.compute(pairs, experts)
-        return placed.y
+        call.compute(np.arange(routed.size), routed.ravel())
+        return call.y
+
+
+def call_for(
+    found: Projections | None, x: Rows, shape: tuple[int, int], placed: "PlacedExperts | None"
+) -> "ExpertCall | PlacedExperts | None":
+    """What computes ``FastExperts.forward`` with these projections; None if they do not fit."""
+    if found is None or found[0][0].inputs != x.x.shape[-1]:
+        return None
+    return placed if placed and placed.takes(found) else ExpertCall(found, x, shape)
 
 
 def takes_rows(module: nn.Module) -> bool:

@@ -41,9 +41,9 @@ class Layer(blocks.Block):
             return None
         (before, after), mlp = self.norms, self["mlp"]
         if is_itself(mlp, Experts) and len(x.x) <= MOST_TOKENS:
-            likely = mlp.likely(normed(after, x.x))
-            if likely is not None:
-                mlp["switch_mlp"].expect(*likely)
+            module = mlp["switch_mlp"]
+            if getattr(module, "expecting", False) and (likely := mlp.likely(normed(after, x.x))):
+                module.expect(*likely)
         h = forward(self.mixer, normed(before, x.x), B, mask, cache)
         inside = normed(after, h, add=x.x)  # h is the sum from here on
         return h + forward(mlp, inside, B)
@@ -202,7 +202,7 @@ class Pass:
         if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
         self._x[:] = x.x
-        if self._ahead is not None:
+        if self._ahead is not None and self._ahead[1].expecting:
             program, module, likely = self._ahead
             program.run()
             module.expect(*likely)

@@ -17,6 +17,7 @@ from ..memory import STATES_NBYTES
 from .build import build_model
 from .config import StreamConfig
 from .handover import FEW_TOKENS
+from .residency.bank import slot_nbytes
 from .rows import DiskEmbedding
 
 # A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
@@ -117,6 +118,10 @@ def facts_of(
     resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident
     sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
+    slots = [
+        slot_nbytes(path, named, {n: t for n, t in located.items() if n in in_slots})
+        for path, named in parameters.items()
+    ]
     counts = [num_experts(module) for module in modules.values()]
     first = next(iter(modules), None)
     linears = [
@@ -146,7 +151,7 @@ def facts_of(
         checkpoint_nbytes=checkpoint.nbytes,
         disk_nbytes=sum(t.nbytes for name, t in located.items() if name.startswith(f"{first}.")),
         table_nbytes=0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n),
-        expert_nbytes=tuple(nbytes // E for nbytes, E in zip(sizes, counts)),
+        expert_nbytes=tuple(slots),
         backbone_nbytes=sum(p.nbytes for _, p in tree_flatten(model.parameters()))
         - sum(sizes)
         + sum(m.hot_nbytes for m in model.modules() if isinstance(m, DiskEmbedding)),

@@ -6,8 +6,7 @@ with all at once or part by part as they arrive. ``Serial`` and ``Buffers`` hold
 token, and read through the page cache.
 """
 
-from collections.abc import Sequence
-from functools import cached_property, partial
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +17,8 @@ from ..experts import expert_modules, expert_parameters, num_experts
 from .cuda import on_cuda
 from .fused import can_fuse
 from .handover import FEW_TOKENS
-from .residency.arriving import Arrived
 from .residency.bank import SlotBank
+from .residency.residency import Arrived, Pairs
 from .session import Session
 
 # On CUDA a call's rows (token, expert pairs) decide which kernel MLX takes, and so how it rounds:
@@ -79,27 +78,20 @@ class StreamedExperts(nn.Module):
             return y
         asked = self._ask(x)
         routed = session.routing(indices, asked)
-        self._count(routed)
+        session.count(self.index, routed)
         if session.ranks is None:
-            y = self._compute(x, indices, routed)
+            y = self._compute(x, indices, routed, asked)
             pending = [y]
             if session.fast_experts and routed.size > FEW_TOKENS * session.top_k:
                 mx.eval(y)  # the fast kernels computed it already
                 pending = []  # else the prompt's output, which is large, would stay in memory
         else:
-            y, *pending = self._compute_owned(x, indices, routed)
+            y, *pending = self._compute_owned(x, indices, routed, asked)
         session.handover.pending = pending
         mx.async_eval(pending)  # compute while Python builds the graph of the next layers
-        self._prefetch_next(asked)
         return y
 
-    def _count(self, routed):
-        session = self.session
-        if session.recorder is not None:
-            session.recorder.add(self.index, routed)
-        session.counting.now.calls += 1
-
-    def _compute_owned(self, x, indices, routed):
+    def _compute_owned(self, x, indices, routed, asked):
         """Compute the (token, expert) pairs of this rank's experts, and join all ranks' results."""
         flat = routed.ravel()
         mine = np.flatnonzero(self.owned[flat])
@@ -110,13 +102,13 @@ class StreamedExperts(nn.Module):
             pairs = np.append(mine, mine[-1:].repeat(more))
             rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # for its shape
-            y = self._compute(rows, some, flat[pairs][:, None])[: len(mine), 0]
+            y = self._compute(rows, some, flat[pairs][:, None], asked)[: len(mine), 0]
         else:
-            self._compute_nothing()
+            self._compute_nothing(asked)
         row = x.shape[-1], x.dtype  # a rank that computes none cannot know
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
 
-    def _compute_nothing(self):
+    def _compute_nothing(self, asked):
         """Do what a call of no expert of this rank has to do."""
 
     def _without_waiting(self, x, indices):
@@ -124,17 +116,9 @@ class StreamedExperts(nn.Module):
 
     def _ask(self, x):
         session = self.session
-        asks = session.prefetcher and session.counting.decoding  # a prompt needs nearly all experts
+        # A prompt needs nearly all experts.
+        asks = session.residency.prefetches and session.counting.decoding
         return session.prefetcher.ask(self.index, x) if asks else []
-
-    def _prefetch_next(self, asked):
-        session = self.session
-        if not (session.prefetcher and session.counting.decoding):
-            return
-        guess = session.prefetcher.guess(self.index, asked)
-        if guess is not None:
-            layer, routed = guess
-            session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
@@ -162,45 +146,66 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         return self.slots.bank.experts.all_matrices()
 
     def forward(self, x, routed, placed=None):
-        return self._in_call(super().forward, x, routed, placed)
+        session = self.session
+        if not session.is_in_call:
+            return self._in_call(self.forward, x, routed, placed)
+        call = kernels.call_for(self.all_matrices(), x, routed.shape, placed)
+        if call is None:
+            return None
+        session.settle()
+        session.count(self.index, routed)
+        pairs, asked = Pairs(routed), self._ask(x) if session.residency.prefetches else ()
+        for arrived in self._bring(None, pairs, asked):
+            call.compute(*pairs.of(arrived))
+        return call.y
 
     @property
     def expects(self):
         return self.session.prefetcher.asks_early if self.session.prefetcher else 0
+
+    @property
+    def expecting(self):
+        return self.session.residency.prefetches and self.expects > 0
 
     def expect(self, likely, probability):
         if self.session.is_in_call:
             guess = self.session.prefetcher.choose(self.index, likely, probability)
             self.session.residency.prefetch(self.index, *guess)
 
-    def arriving(self, x, routed):
-        session, pairs = self.session, Pairs(routed)
-        session.settle()
-        self._count(routed)
-        if self.expects:
-            session.prefetcher.learn(self.index, {*pairs.of_expert})
-        asked = self._ask(x)
+    def _bring(self, x, pairs, asked, computed=()):
+        """Hand over a call's experts as they arrive; what is guessed is read behind their reads."""
+        session = self.session
+        guesses = session.residency.prefetches
+        if guesses and self.expects:
+            session.prefetcher.learn(self.index, {*pairs.needed})
         alone = len(session.residency.layers) == 1  # a guess would take this call's slots
-        for i, arrived in enumerate(session.residency.bring(self.index, routed, (), None)):
-            if not (i or alone):  # this layer's reads have begun
+        for arrived in session.residency.bring(self.index, pairs, computed, x):
+            if guesses and not alone:
                 self._prefetch_next(asked)
-            places, slots = pairs.of(arrived)
-            yield np.array(places), np.array(slots)
-        if alone:
+                guesses = False
+            yield arrived
+        if guesses:
             self._prefetch_next(asked)
 
-    def _compute(self, x, indices, routed):
+    def _prefetch_next(self, asked):
+        session = self.session
+        guess = session.counting.decoding and session.prefetcher.guess(self.index, asked)
+        if guess:
+            layer, routed = guess
+            session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
+
+    def _compute(self, x, indices, routed, asked):
         session, experts = self.session, self.slots.bank.experts
         at_once = self.slots.computes_at_once
         fast = at_once and experts.matrices_for(x) is not None
         parts, call, y = Parts(x, routed, self._least_rows), None, None
-        for arrived in session.residency.bring(self.index, routed, parts.computed, x):
+        for arrived in self._bring(x, parts, asked, parts.computed):
             if fast:
                 call = call or experts.begin(x, routed.shape)
                 places, slots = parts.of(arrived)
-                call.compute(np.array(places), np.array(slots))
+                call.compute(places, slots)
             elif arrived.is_all:
-                slots = np.array(parts.of(arrived)[1], np.uint32).reshape(routed.shape)
+                slots = parts.of(arrived)[1].astype(np.uint32).reshape(routed.shape)
                 slots = session.handover.to_device(slots, indices, arrived.copies)
                 y = experts(x, slots)
             else:
@@ -212,8 +217,10 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         session.residency.left(self.index, y)
         return y
 
-    def _compute_nothing(self):
-        self.session.residency.layers[self.index].collect_prefetched(())
+    def _compute_nothing(self, asked):
+        self.slots.collect(())
+        if self.session.residency.prefetches:
+            self._prefetch_next(asked)
 
     def _without_waiting(self, x, indices):
         session = self.session
@@ -234,29 +241,6 @@ class Fused(Stacked):
     gate_with_up = True
 
 
-class Pairs:
-    """The (token, expert) pairs of a call whose routing is ``[..., K]``."""
-
-    def __init__(self, routed: np.ndarray):
-        self._shape, self._flat = routed.shape, routed.ravel().tolist()
-
-    @cached_property
-    def of_expert(self) -> dict[int, list[int]]:
-        """The places of each expert's pairs in the call, in order of first use."""
-        places = {}
-        for i, e in enumerate(self._flat):
-            places.setdefault(e, []).append(i)
-        return places
-
-    def of(self, arrived: Arrived) -> tuple[Sequence[int], list[int]]:
-        """The places in the call of the pairs whose experts arrived, and the slot of each."""
-        if arrived.is_all:
-            places = range(len(self._flat))
-        else:
-            places = [i for e in arrived.slots for i in self.of_expert[e]]
-        return places, [arrived.slots[self._flat[i]] for i in places]
-
-
 class Parts(Pairs):
     """Pairs that MLX's graph computes in parts; ``computed`` has the results ``[pairs, 1, D]``."""
 
@@ -268,14 +252,15 @@ class Parts(Pairs):
     def add(self, arrived: Arrived) -> mx.array:
         """Compute the pairs of experts that have arrived, with the kernel of the whole call."""
         pairs, slots = self.of(arrived)
-        self._order += pairs
+        self._order += pairs.tolist()
         n, rows = len(pairs), self._x.reshape(-1, self._x.shape[-1])
         if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
-            more = min(len(self._flat), self._least_rows) - n
-            pairs, slots = pairs + pairs[-1:] * more, slots + slots[-1:] * more
-        slots = mx.array(slots, mx.uint32)
+            more = max(0, min(self.size, self._least_rows) - n)
+            pairs, slots = (np.append(a, a[-1:].repeat(more)) for a in (pairs, slots))
+        slots = kernels.to_mlx(slots.astype(np.uint32))
         slots = slots if arrived.after is None else slots + arrived.after
-        y = arrived.bank.experts(rows[mx.array(pairs) // self._shape[-1]], slots[:, None])
+        pairs = kernels.to_mlx(pairs.astype(np.int32))
+        y = arrived.bank.experts(rows[pairs // self.shape[-1]], slots[:, None])
         self.computed.append(y[:n] if len(pairs) > n else y)
         return self.computed[-1]
 
@@ -283,15 +268,15 @@ class Parts(Pairs):
         """``[..., K, D]``, once all have arrived."""
         y = self.computed[0] if len(self.computed) == 1 else mx.concatenate(self.computed)
         y = y.squeeze(-2)[kernels.to_mlx(np.argsort(self._order))]
-        return y.reshape(*self._shape, y.shape[-1])
+        return y.reshape(*self.shape, y.shape[-1])
 
 
 class Serial(StreamedExperts):
     """Read one expert after another into new arrays (SwiftLM's first ``--stream-experts``)."""
 
-    def _compute(self, x, indices, routed):
+    def _compute(self, x, indices, routed, asked):
         parts = Parts(x, routed, self._least_rows)
-        for e in parts.of_expert:
+        for e in parts.needed:
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
                 self.session.reader.read_in_turn(bank.reads({e: 0}))
@@ -308,9 +293,9 @@ class Buffers(StreamedExperts):
         super().__init__(module, path, layer, session)
         self._bank = self._take_bank(session.top_k)
 
-    def _compute(self, x, indices, routed):
+    def _compute(self, x, indices, routed, asked):
         parts, K = Parts(x, routed, self._least_rows), self._bank.num_slots
-        experts = list(parts.of_expert)
+        experts = parts.needed
         for first in range(0, len(experts), K):
             mx.eval(parts.computed)  # the buffers are about to be overwritten
             for e, buffer in self.read(experts[first : first + K]).items():

@@ -29,7 +29,6 @@ from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
 from .facts import PROMPT_TOKENS, ModelFacts
 from .handover import FEW_TOKENS
 from .ranks import Ranks
-from .reading.flight import BUFFER_NBYTES
 from .residency.bank import can_empty
 
 # The numbers that were measured are those of the four layers of notebook 03.
@@ -206,8 +205,6 @@ def _plan(facts, config, held, memory, there):
     process = PROCESS_NBYTES
     if mx.cuda.is_available():
         process = GPU_NBYTES
-    elif can_empty():  # reads past the page cache, on their way into slots
-        process += min(BUFFER_NBYTES, E * max(facts.expert_nbytes))
     reserved = config.reserved_nbytes + facts.verify_nbytes
     fixed = process + facts.kept_nbytes + facts.caches_nbytes + reserved
     tokens = _prompt_tokens(facts, memory, memory - fixed - least * slot, config.context)

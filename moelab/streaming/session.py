@@ -72,7 +72,8 @@ class Session:
         self._caches = []  # those of the prompt that is being computed
         self._process = os.getpid()
         # The recorder gets the routing of every call while ``record`` runs.
-        self.recorder = self.prefetcher = None
+        # ``auto`` turns the prefetcher on and off.
+        self.recorder = self.prefetcher = self.auto = None
         if plan is not None and plan.slots < plan.num_experts:
             keep_no_holes()
 
@@ -103,6 +104,8 @@ class Session:
                     if self.ranks:
                         mx.eval(self.handover.pending)
                         self.ranks.answered()
+                    if self.auto is not None:
+                        self.auto.end()
                 self._unfinished = False
             except BaseException as error:
                 self._error = error if self.ranks else None
@@ -145,10 +148,18 @@ class Session:
                 return_free_memory()
             self._prompt_tokens = 0
         self.counting.begin(inputs.size, is_prompt)
+        if self.auto is not None:
+            self.auto.begin(inputs.size)
         if is_prompt:
             self.residency.expect(inputs.size)
         if self.recorder is not None:
             self.recorder.begin(inputs, "prefill" if is_prompt else "decode")
+
+    def count(self, layer: int, routed: np.ndarray) -> None:
+        """Count a layer's call with its routing ``[..., K]``."""
+        if self.recorder is not None:
+            self.recorder.add(layer, routed)
+        self.counting.now.calls += 1
 
     def settle(self) -> None:
         """Wait until nothing reads slots, before a layer's call whose routing the host knows."""
@@ -156,7 +167,8 @@ class Session:
         self.residency.settle()
         if self.handover.pending:
             self.handover.settle()
-        self.room.look_in_prompt()
+        if self.room.tokens > FEW_TOKENS:
+            self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
         """Evaluate the routing ``[..., K]`` of a call, ``asked``, and what still reads slots."""

@@ -59,14 +59,14 @@ def slow(model: nn.Module, rate: float) -> None:
     reader, free = session_of(model).reader, [0.0]
     start, finish = reader.start, reader.finish
 
-    def started(reads):
-        nbytes = reads.nbytes if hasattr(reads, "nbytes") else sum(r.nbytes for r in reads)
-        free[0] = max(free[0], time.perf_counter()) + nbytes / rate
-        return start(reads)
+    def started(ranges, step=None):
+        free[0] = max(free[0], time.perf_counter()) + ranges.nbytes / rate
+        return start(ranges, step)
 
-    def finished(futures):
-        finish(futures)
+    def finished(reads):
+        took_s = finish(reads)
         time.sleep(max(0.0, free[0] - time.perf_counter()))
+        return took_s
 
     reader.start, reader.finish = started, finished
 

@@ -1,14 +1,17 @@
 """Asynchronous reads past the page cache: the thread that begins them goes on meanwhile.
 
-Linux makes them without a thread (``io_submit``). The bytes come into a buffer that stays in the
-processor's cache, and they are copied to their slots when somebody asks whether they have arrived.
+Linux makes them without a thread (``io_submit``; ``io_uring`` gained nothing over it). The bytes
+land in the memory of their slots. Those of a file whose tensors begin at an odd byte are moved
+there by some bytes, when somebody asks whether they have arrived.
 """
 
 import ctypes
 import os
 import platform
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,15 +19,12 @@ import numpy as np
 
 from ...kernels.code import I64
 from .file import check_unchanged
-from .native import ALIGNED, FD, GOT, NBYTES, OFFSET, TableCode, address_of, built, huge_pages
+from .native import FD, GOT, NBYTES, OFFSET, ROOM, TableCode, address_of, built
 from .ranges import Ranges, read_ranges
 
 # Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
-DEPTH = 512  # reads in flight, at most
-# The buffer's address space; only used pages take memory. It holds 36 experts of 1.77 MB: a verify
-# pass of 4 positions misses 20 and more, and what does not fit is read by threads.
-BUFFER_NBYTES = 64 * 1024 * 1024
+DEPTH = 4096  # reads in flight, at most
 PENDING = -2  # what ``GOT`` says of a read in flight
 # Seconds. A thread that waits for a read polls for so long before it sleeps: a core that slept
 # takes 0.05 ms and more to begin again.
@@ -36,7 +36,7 @@ class Queue:
 
     def __init__(self):
         numbers = CALLS.get(platform.machine())
-        self._send, self._land = built(_Send, "syscall"), built(_Land, "syscall", "memcpy")
+        self._send, self._land = built(_Send, "syscall"), built(_Land, "syscall", "memmove")
         if sys.platform != "linux" or numbers is None or self._send is None or self._land is None:
             raise OSError("no reads without a thread on this system")
         setup, self._destroy, self._submit, self._getevents = numbers
@@ -44,58 +44,58 @@ class Queue:
         if self._system(setup, DEPTH, ctypes.byref(context)) < 0:
             raise OSError(ctypes.get_errno(), "io_setup")
         self._context = context.value
-        self._buffer, self._events = huge_pages(BUFFER_NBYTES), np.zeros((DEPTH, 4), np.int64)
-        self._process = os.getpid()
+        self._events = np.zeros((DEPTH, 4), np.int64)
+        self._process, self._lock = os.getpid(), threading.Lock()
         self._flying = []  # keeps for each flight what its reads need until they have ended
+        _queues.add(self)
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
         """Begin to read a table of ``Ranges.direct_table``; False if the queue has no room."""
         self._flying = [flying for flying in self._flying if pending(flying[0])]
-        before = table[:, OFFSET] % ALIGNED
-        whole = -(-(before + table[:, NBYTES]) // ALIGNED) * ALIGNED
-        ends = np.cumsum(whole)
-        first, n = self._room(int(ends[-1])), len(table)
-        if first is None or n + sum(len(flying[0]) for flying in self._flying) > DEPTH:
+        n = len(table)
+        if n + sum(len(flying[0]) for flying in self._flying) > DEPTH:
             return False
-        places = address_of(self._buffer) + first + ends - whole
-        rows, at = np.zeros((n, 3), np.int64), np.arange(n)
+        before = table[:, OFFSET] % ranges.align
+        rows, at = np.empty((n, 3), np.int64), np.arange(n)
         rows[:, 0] = address_of(table) + at * table.strides[0]
-        rows[:, 1], rows[:, 2] = places + before, before + table[:, NBYTES]
+        rows[:, 1], rows[:, 2] = table[:, ROOM] + before, before + table[:, NBYTES]
         iocbs = np.zeros((n, 8), np.int64)  # as in linux/aio_abi.h
         iocbs[:, 0] = address_of(rows) + at * rows.strides[0]
-        iocbs[:, 2], iocbs[:, 3], iocbs[:, 4] = table[:, FD] << 32, places, whole
+        iocbs[:, 2], iocbs[:, 3] = table[:, FD] << 32, table[:, ROOM]
+        iocbs[:, 4] = -(-rows[:, 2] // ranges.align) * ranges.align
         iocbs[:, 5] = table[:, OFFSET] - before
         pointers, table[:, GOT] = address_of(iocbs) + at * iocbs.strides[0], -1
-        self._flying.append((table, rows, iocbs, ranges, first, first + int(ends[-1])))
+        self._flying.append((table, rows, iocbs, ranges))
         self._send(self._submit, self._context, n, address_of(pointers), address_of(rows))
         return True
 
-    def _room(self, nbytes):
-        """The first place in the buffer where so many bytes are free; None if there is none."""
-        at = 0
-        for first, end in sorted((first, end) for *_, first, end in self._flying):
-            if first - at >= nbytes:
-                break
-            at = end
-        return at if at + nbytes <= BUFFER_NBYTES else None
-
     def reap(self, wait: bool = False) -> None:
-        """Copy the bytes of ended reads to their slots; ``wait``: until at least one has ended."""
+        """Note which reads have ended; ``wait``: until at least one has."""
         events = address_of(self._events)
-        self._land(self._getevents, self._context, int(wait), events, DEPTH)
+        with self._lock:
+            self._land(self._getevents, self._context, int(wait), events, DEPTH)
 
-    def settle(self) -> None:
-        """Wait until nothing is in flight."""
+    def wait(self) -> None:
+        """Wait until nothing that was in flight is."""
         # In a fork of the process no read ends: the queue is its parent's.
         for table, *_ in self._flying if os.getpid() == self._process else ():
             while pending(table):
-                self.reap(wait=True)
+                self.reap()
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight, and let go of what the reads needed."""
+        self.wait()
         self._flying = []
 
     def __del__(self):
         if hasattr(self, "_flying"):
             self.settle()
             self._system(self._destroy, ctypes.c_ulong(self._context))
+
+
+# Before Linux 6.5 bytes that land in a page after a fork could go to the other process.
+_queues = weakref.WeakSet()
+os.register_at_fork(before=lambda: [queue.wait() for queue in [*_queues]])
 
 
 def pending(table: np.ndarray) -> bool:
@@ -105,7 +105,7 @@ def pending(table: np.ndarray) -> bool:
 
 @dataclass(eq=False)
 class Flight:
-    """Ranges in flight, which can be waited for as a ``Future`` can."""
+    """Ranges in flight, which can be waited for as ``Threads`` can."""
 
     queue: Queue
     ranges: Ranges
@@ -114,11 +114,14 @@ class Flight:
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)
 
-    def divided(self, parts: int) -> "list[Flight]":
-        """Flights of equally many ranges each."""
-        n = len(self.table) // parts
+    def divided(self, n: int) -> "list[Flight]":
+        """Flights of n ranges each; the last one may have fewer."""
         rows = [slice(i, i + n) for i in range(0, len(self.table), n)]
         return [Flight(self.queue, self.ranges[r], self.table[r], self.count) for r in rows]
+
+    def cancel(self) -> bool:
+        """Whether nothing is read any more: what is in flight cannot be called back."""
+        return False
 
     def done(self) -> bool:
         """Whether the reads have ended."""
@@ -148,7 +151,7 @@ class _Rows(TableCode):
     """Code that knows ``Queue``'s rows."""
 
     def row(self, rows, i):
-        """The row of the table, the place of its bytes in the buffer, and the bytes it needs."""
+        """The row of the table, where its first byte lands, and the bytes that have to come."""
         row, place, needed = self.fields(rows, self.mul(i, 3), 0, 1, 2)
         return self.pointer(row, I64), place, needed
 
@@ -173,7 +176,7 @@ class _Send(_Rows):
 class _Land(_Rows):
     """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
 
-    It takes the events and copies their bytes to their place in one call, so that no interrupt
+    It takes the events and brings their bytes to their place in one call, so that no interrupt
     comes between.
     """
 

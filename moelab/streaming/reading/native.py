@@ -6,6 +6,7 @@ It needs llvmlite; without it ``read_ranges`` loops in Python.
 import ctypes
 import mmap
 import os
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,21 +19,23 @@ from ...kernels.code import I32, I64, Code
 
 # The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
 # first byte in the file, expert and tensor (for messages), the address of the iovecs, how many
-# there are, their bytes together, and the number that ``preadv`` returned. An iovec is the address
-# and the length of a piece of memory.
-COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, GOT = range(8)
+# there are, their bytes together, the address of memory where the range's whole blocks may land (0:
+# there is none), and the number that ``preadv`` returned. An iovec is the address and the length of
+# a piece of memory.
+COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
 # This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
 # read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 PREADV = "preadv2" if NOWAIT else "preadv"
 # Bytes. Below this another thread takes longer to begin than a copy from the page cache takes.
 SHARED_NBYTES = 2 * 1024 * 1024
-# Bytes. A read past the page cache begins and ends at a multiple of this, also in memory, so it
-# goes through a buffer of the thread. Longer ranges than fit there are read through the page cache.
-# The buffer is a huge page: with small ones an SSD behind virtio, which is told the place of each
-# page, takes nearly twice as long.
+# Bytes. A read past the page cache begins and ends at multiples of what ``alignment`` says, in
+# memory, too. A range that has no room for whole blocks in its slot goes through a buffer of the
+# thread, at multiples of ``ALIGNED``; if it is longer than the buffer, through the page cache.
 ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
+# Linux's numbers for ``statx``: a path from here, the mask and the place of the alignments (6.1).
+AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 
 
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
@@ -60,12 +63,31 @@ def read_direct(table: np.ndarray) -> None:
     direct_loop()(address_of(table), len(table), address_of(buffer), BUFFER_NBYTES)
 
 
+@cache
+def alignment(path: str) -> int:
+    """What places in a file and in memory must be multiples of to read it past the page cache.
+
+    0 where the file system cannot; ``ALIGNED`` where it does not say.
+    """
+    statx, found = getattr(ctypes.CDLL(None), "statx", None), bytearray(STATX_NBYTES)
+    if statx is None or statx(
+        AT_FDCWD,
+        os.fsencode(path),
+        0,
+        STATX_DIOALIGN,
+        (ctypes.c_char * len(found)).from_buffer(found),
+    ):
+        return ALIGNED
+    mask, *_ = struct.unpack_from("I", found)
+    return max(struct.unpack_from("2I", found, DIO_ALIGNS)) if mask & STATX_DIOALIGN else ALIGNED
+
+
 def huge_pages(nbytes: int) -> memoryview:
     """Allocate so many bytes of memory, in huge pages if Linux has some to give."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # unwritten pages take no memory
     first = -address_of(memory) % HUGE_NBYTES
-    with suppress(OSError):  # a system without huge pages
+    with suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, first, nbytes)
     return memoryview(memory)[first : first + nbytes]
 
@@ -82,7 +104,7 @@ def loop() -> Callable[[int, int, int, int, int], None] | None:
 
 def direct_loop() -> Callable[[int, int, int, int], None] | None:
     """The function behind ``read_direct``; None where it cannot be built."""
-    return built(_DirectLoop, "pread", "memcpy") if hasattr(os, "O_DIRECT") else None
+    return built(_DirectLoop, "pread", "memmove") if hasattr(os, "O_DIRECT") else None
 
 
 @cache
@@ -111,13 +133,14 @@ class TableCode(Code):
         return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
 
     def land(self, row, place, arrived):
-        """Copy bytes from ``place`` on to a row's iovecs if they have arrived, and fill in GOT."""
+        """Bring bytes from ``place`` on to a row's iovecs if they have arrived, and fill in GOT."""
         iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
-        iovecs, memcpy = self.pointer(iov, I64), self.libc("memcpy", I64, I64, I64)
+        iovecs, memmove = self.pointer(iov, I64), self.libc("memmove", I64, I64, I64)
 
         def part(j, places):
             to, length = self.fields(iovecs, self.mul(j, 2), 0, 1)
-            self.b.call(memcpy, [to, places[0], length])
+            is_there = self.b.icmp_signed("==", to, places[0])
+            self.b.call(memmove, [to, places[0], self.b.select(is_there, I64(0), length)])
             return [self.add(places[0], length)]
 
         self.loop(I64(0), self.b.select(arrived, count, I64(0)), 1, part, [place])

@@ -11,7 +11,7 @@ import numpy as np
 
 from . import native
 from .file import File, ReadError
-from .native import COLUMNS, COUNT, EXPERT, FD, GOT, IOV, NBYTES, OFFSET, TENSOR
+from .native import COLUMNS, COUNT, EXPERT, FD, GOT, IOV, NBYTES, OFFSET, ROOM, TENSOR
 
 PIECE_NBYTES = 2 * 1024 * 1024  # bytes of a range that ``Ranges.moved`` does not divide
 
@@ -24,6 +24,7 @@ class Ranges:
     files: Mapping[int, File]  # the file of each descriptor
     tensors: Sequence[str]  # the name of each tensor's number
     may_copy: bool = False  # whether a GPU may copy the bytes to where they belong
+    align: int = native.ALIGNED  # what the places of whole blocks are multiples of
     kept: Any = None  # must live as long as the table, which has addresses in it
 
     @classmethod
@@ -33,7 +34,7 @@ class Ranges:
         iovecs = np.array(iovecs, np.int64)
         table, at = np.zeros((len(reads), len(COLUMNS)), np.int64), native.address_of(iovecs)
         for i, (file, offset, views) in enumerate(reads):
-            table[i, :GOT] = file.fd, offset, i, 0, at, len(views), sum(map(len, views))
+            table[i, :ROOM] = file.fd, offset, i, 0, at, len(views), sum(map(len, views))
             at += len(views) * iovecs[0].nbytes
         return cls(table, {file.fd: file for file, *_ in reads}, ["bytes"], kept=(reads, iovecs))
 
@@ -41,11 +42,13 @@ class Ranges:
         return len(self.table)
 
     def __getitem__(self, rows: slice | np.ndarray) -> "Ranges":
-        return Ranges(self.table[rows], self.files, self.tensors, self.may_copy, self.kept)
+        given = self.files, self.tensors, self.may_copy, self.align, self.kept
+        return Ranges(self.table[rows], *given)
 
-    def __iter__(self) -> Iterator["Ranges"]:
-        """Each range by itself."""
-        return (self[i : i + 1] for i in range(len(self)))
+    def divided(self, step: int | None) -> Iterator["Ranges"]:
+        """Parts of ``step`` ranges each (None: all in one)."""
+        step = step or max(1, len(self))
+        return (self[i : i + step] for i in range(0, len(self), step))
 
     @cached_property
     def nbytes(self) -> int:
@@ -61,7 +64,7 @@ class Ranges:
         sizes = np.minimum(table[:, NBYTES] - before, PIECE_NBYTES)
         iovecs = np.stack((address + sizes.cumsum() - sizes, sizes), 1)
         table[:, OFFSET] += before
-        table[:, NBYTES], table[:, COUNT] = sizes, 1
+        table[:, NBYTES], table[:, COUNT], table[:, ROOM] = sizes, 1, 0
         table[:, IOV] = native.address_of(iovecs) + iovecs[0].nbytes * np.arange(len(table))
         return Ranges(table, self.files, self.tensors, kept=iovecs)
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
@@ -32,6 +31,28 @@ PROBES = 8
 AHEAD_NBYTES = 128 * 1024
 
 
+class Threads:
+    """Reads by threads, which can be waited for together."""
+
+    def __init__(self, futures: list[Future]):
+        self.futures, self._begin = futures, time.perf_counter()
+
+    def cancel(self) -> bool:
+        """Cancel reads of which none has begun; whether nothing is read any more."""
+        return bool(self.futures) and all(future.cancel() for future in self.futures)
+
+    def done(self) -> bool:
+        """Whether the reads have ended."""
+        return all(future.done() for future in self.futures)
+
+    def result(self) -> float:
+        """Wait for all reads; raise if one failed. Returns the most seconds they can have taken."""
+        wait(self.futures)
+        for future in self.futures:
+            future.result()
+        return time.perf_counter() - self._begin
+
+
 class Reader:
     """Reads ranges of files with ``readers`` threads, and as many for background work."""
 
@@ -58,38 +79,58 @@ class Reader:
             self._files[path] = File(path)
         return self._files[path]
 
-    def start(self, ranges: Ranges) -> list[Future | Flight]:
-        """Begin to read. Call ``finish`` with the result before using the memory."""
+    def start(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
+        """Begin to read. Call ``finish`` with the result before using the memory.
+
+        Each of ``step`` ranges (None: all) can be waited for by itself.
+        """
         self.check_open()
         self._begin_demand()
-        if self.direct and len(ranges):
-            flight = self.fly(ranges)
-            reads = [flight] if flight else self._read_in_pool(ranges, SHARE_NBYTES)
-        else:
-            ranges, reads = self._read_cached(ranges), []
-            if not self._is_small(ranges):
-                reads = self._read_in_pool(ranges)
-            elif len(ranges):
-                self.read_here(ranges)
+        reads = self.fly(ranges, step) or [Threads(self._read(r)) for r in ranges.divided(step)]
         self._demanded += reads
         return reads
 
-    def fly(self, ranges: Ranges) -> Flight | None:
-        """Begin to read past the page cache without a thread; None if that is not possible now."""
+    def start_ahead(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
+        """Begin to read, as ``start`` does, what no layer waits for yet."""
+        return self.fly(ranges, step) or [
+            Threads([self._background.submit(self._read_behind, r)]) for r in ranges.divided(step)
+        ]
+
+    def fly(self, ranges: Ranges, step: int | None = None) -> list[Flight]:
+        """Begin to read past the page cache without a thread; nothing if that is not possible."""
+        if not self.direct or not len(ranges):
+            return []
         if self._queue is None:
             with suppress(OSError):
                 self._queue = Queue()
             self._queue = self._queue or False
         table = ranges.direct_table() if self._queue else None
-        if table is None or not self._queue.begin(ranges, table):
-            return None
-        return Flight(self._queue, ranges, table, self._count)
+        if table is None or not table[:, native.ROOM].all() or not self._queue.begin(ranges, table):
+            return []
+        return Flight(self._queue, ranges, table, self._count).divided(step or len(ranges))
 
     def check_open(self) -> None:
         """Refuse a closed model, whose files' descriptors may be those of others by now."""
         look()
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
+
+    def _read(self, ranges):
+        """Begin to read with threads; read here what takes less time than that."""
+        if self.direct:
+            return self._read_in_pool(ranges, SHARE_NBYTES)
+        ranges = self._read_cached(ranges)
+        if not self._is_small(ranges):
+            return self._read_in_pool(ranges)
+        if len(ranges):
+            self.read_here(ranges)
+        return []
+
+    def _read_behind(self, ranges):
+        """Read in a thread once no layer waits for reads."""
+        self.give_way()
+        if not self.closed:
+            self.read_here(ranges)
 
     def _is_small(self, ranges):
         """Whether the calling thread reads by itself."""
@@ -128,12 +169,13 @@ class Reader:
         names = "moelab-read", "moelab-prefetch"
         self._pool, self._background = (ThreadPoolExecutor(self.readers, name) for name in names)
 
-    def finish(self, reads: list[Future | Flight]) -> None:
-        """Wait until every read that ``start`` began has ended; raise if one of them failed."""
-        wait([read for read in reads if isinstance(read, Future)])
+    def finish(self, reads: list[Flight | Threads]) -> float:
+        """Wait until all reads have ended, and raise if one failed.
+
+        Returns the most seconds that one can have taken.
+        """
         try:
-            for read in reads:
-                read.result()
+            return max([read.result() for read in reads], default=0.0)
         finally:
             self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
             if not self._demanded:
@@ -159,14 +201,9 @@ class Reader:
         self.check_open()
         self.read_here(ranges)
 
-    def in_background(self, work: Callable, *args, threads: int = 1) -> None:
-        """Call ``work`` on so many other threads. A ``Job`` calls ``give_way`` before each read."""
-        for _ in range(min(threads, self.readers)):
-            self._background.submit(work, *args)
-
     def read_ahead(self, ranges: Ranges) -> None:
         """Ask the system to read ranges into its cache. It returns at once; a thread asks."""
-        self.in_background(self._read_ahead, ranges, self._stops)
+        self._background.submit(self._read_ahead, ranges, self._stops)
 
     def _read_ahead(self, ranges, stops):
         files = ranges.files

@@ -6,7 +6,6 @@ some bytes are converted after they have arrived, and experts that prefetch thre
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from .. import cuda
 from .flight import Flight
 from .ranges import Ranges
-from .reader import Reader
+from .reader import Reader, Threads
 
 LEAST_NBYTES = 256 * 1024  # bytes of the smallest piece of pinned memory
 
@@ -30,11 +29,11 @@ class Staging(cuda.Pinned):
         self.flag = self.address + self.nbytes  # the first flag's address
 
 
-class Begun(list):
+class Begun(Threads):
     """The reads that one ``start`` began, and the copies of the bytes that they bring."""
 
     def __init__(self, copies: Sequence[cuda.Copy] = (), memory: Staging | None = None):
-        super().__init__()
+        super().__init__([])
         self.copies, self.memory = [*copies], memory
         self.is_in_graph = False  # whether a kernel that was built makes the copies
 
@@ -62,10 +61,10 @@ class UploadingReader(Reader):
         self._free = []
         self._copying = []  # memory from which the graph may still copy
 
-    def start(self, ranges: Ranges) -> list[Future | Flight]:
+    def start(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
         self._wait()
         if not ranges.may_copy:
-            return super().start(ranges)
+            return super().start(ranges, step)
         self.check_open()
         self._begin_demand()
         memory = self._take(ranges.nbytes)
@@ -81,9 +80,9 @@ class UploadingReader(Reader):
             if self._is_small(ranges):
                 self._read_piece(part, memory, i)
             else:
-                begun.append(self._pool.submit(self._read_piece, part, memory, i))
-        self._demanded += begun
-        return begun
+                begun.futures.append(self._pool.submit(self._read_piece, part, memory, i))
+        self._demanded.append(begun)
+        return [begun]
 
     def _wait(self):
         """Wait until the GPU has copied all memory that a graph copies."""
@@ -109,19 +108,21 @@ class UploadingReader(Reader):
         finally:
             memory.flags[i] = 1  # also after an error: the GPU waits for it
 
-    def finish(self, reads: list[Future | Flight]) -> None:
-        super().finish(reads)
-        if not isinstance(reads, Begun):
-            return
-        if not reads.is_in_graph:
-            for i in range(0, len(reads.copies), cuda.MAX_COPIES):
-                self._mailbox.copy(reads.copies[i : i + cuda.MAX_COPIES])
-            self._mailbox.wait()
-        if reads.memory is not None:
-            (self._copying if reads.is_in_graph else self._free).append(reads.memory)
+    def finish(self, reads: list[Flight | Threads]) -> float:
+        took_s = super().finish(reads)
+        for begun in reads:
+            if not isinstance(begun, Begun):
+                continue
+            if not begun.is_in_graph:
+                for i in range(0, len(begun.copies), cuda.MAX_COPIES):
+                    self._mailbox.copy(begun.copies[i : i + cuda.MAX_COPIES])
+                self._mailbox.wait()
+            if begun.memory is not None:
+                (self._copying if begun.is_in_graph else self._free).append(begun.memory)
+        return took_s
 
     def read_in_turn(self, ranges: Ranges) -> None:
-        for one in ranges:
+        for one in ranges.divided(1):
             self.read(one)
 
     def stop(self) -> None:

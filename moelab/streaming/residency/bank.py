@@ -2,11 +2,14 @@
 
 import copy
 import ctypes
+import io
 import mmap
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,13 +19,34 @@ from ... import kernels
 from ...checkpoint import GATE_UP, ExpertTensor, packing_order
 from ...experts import expert_parameters
 from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, give_room
-from ..reading.native import COLUMNS, COUNT, EXPERT, IOV, NBYTES, TENSOR, address_of
+from ..reading.native import (
+    ALIGNED,
+    COLUMNS,
+    COUNT,
+    EXPERT,
+    HUGE_NBYTES,
+    IOV,
+    NBYTES,
+    ROOM,
+    TENSOR,
+    address_of,
+    alignment,
+)
 from ..reading.ranges import Ranges
+
+# An expert is no ``Record`` if the room for whole blocks takes more than this share of its bytes.
+ROOM_SHARE = 1 / 16
+MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python does not name it
+# Seconds a byte. Huge pages took 0.2 s a GB, and 1 to 4 where Linux had to move others for them, or
+# a virtual machine's host had taken the memory back; small ones took 0.4 to 1 (2 cores).
+HUGE_S = 0.6e-9
 
 
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
+    On a Linux CPU a slot is a ``Record``, into which reads past the page cache land. Elsewhere, or
+    where an expert does not fit in one, each projection's parameter has an array of its own.
     ``resident`` parameters stay in memory for all E experts; a slot gets a copy of its expert's.
     """
 
@@ -41,46 +65,57 @@ class SlotBank:
         tensors = {n: located[f"{path}.{n}"] for n in order if f"{path}.{n}" not in resident}
         on_disk = {n: tensors[n].dtype if n in tensors else p.dtype for n, p in parameters.items()}
         gate, up = ([on_disk[n] for n in order if n.startswith(linear)] for linear in GATE_UP)
-        fuse = fuse and gate == up
-        converted = {n for n in tensors if tensors[n].dtype != parameters[n].dtype}
-        # MLX's CUDA kernels refuse a part of a buffer that others share: it is not contiguous.
-        shared = {} if mx.cuda.is_available() else {n: on_disk[n] for n in converted}
-        sizes, parts, whole = _parts({n: parameters[n] for n in order}, shared, fuse)
-        buffers = {key: _Buffer((num_slots, size), key[1]) for key, size in sizes.items()}
+        record = Record.of(tensors, parameters)
+        fuse = fuse and gate == up and (record is None or record.has_gate_beside_up)
+        sizes, parts, whole = _parts({n: parameters[n] for n in order}, fuse, record)
+        buffers = {key: _Buffer.of_zeros(num_slots, n, key[-1]) for key, n in sizes.items()}
+        if record is not None:
+            buffers[record] = _Buffer.for_huge_pages(num_slots, record.nbytes)
         self.experts = _module(module, whole, buffers, fuse)  # S experts; call it with slots
-        rows = {n: buffers[key].rows[:, first:last] for n, (key, first, last) in parts.items()}
+        rows = {
+            n: buffers[key].bits(parameters[n].dtype)[:, first:last]
+            for n, (key, first, last) in parts.items()
+        }
         self._memory = [
             (rows[n], _bits(resident[f"{path}.{n}"])) for n in order if n not in tensors
         ]
         self._converted, as_read = [], {n: rows[n] for n in tensors}
-        for key, buffer in buffers.items():
-            names = [n for n in parts if n in converted and parts[n][0] == key]
-            if not names:
+        for n, t in tensors.items():
+            if (to := parameters[n].dtype) == t.dtype:
                 continue
-            dtype, to, size = on_disk[names[0]], key[1], buffer.rows.shape[1]
-            if dtype.size < to.size:  # read into the end of the memory that the result will fill
-                bits = buffer.rows.view(f"u{dtype.size}")[:, -size:]
+            size, bits = rows[n].shape[1], f"u{t.dtype.size}"
+            if t.dtype.size < to.size:  # read into the end of the memory that the result will fill
+                as_read[n] = rows[n].view(bits)[:, -size:]
             else:
-                bits = np.empty(buffer.rows.shape, f"u{dtype.size}")
-            self._converted.append((buffer.rows, bits, dtype, to))
-            as_read |= {n: bits[:, slice(*parts[n][1:])] for n in names}
+                as_read[n] = np.empty((num_slots, size), bits)
+            self._converted.append((rows[n], as_read[n], t.dtype, to))
         self._buffers = list(buffers.values())
         self._empty = set()
-        self.as_read = not (self._memory or converted)  # then ``arrived`` has nothing to do
+        self.as_read = not (self._memory or self._converted)  # then ``arrived`` has nothing to do
         # Parameters that are converted are read into the host's memory, so no GPU copies them.
-        self._may_copy = not converted
-        self.expert_nbytes = sum(r[0].nbytes for r in rows.values())
+        self._may_copy = not self._converted
+        self.expert_nbytes = sum(b.rows.shape[1] for b in self._buffers)
         self.disk_nbytes = sum(t.nbytes for t in tensors.values())  # the bytes of one expert
         self._files = {file.fd: file for t in tensors.values() for file in t.files}
         groups = ranges(tensors)
         self._firsts = [tensors[names[0]] for names in groups]
         self._names = [t.name for t in self._firsts]
         self.into, self._tables, self._iovecs = _tables([[as_read[n] for n in g] for g in groups])
+        self._align = ALIGNED
+        if record is not None:
+            first, slots = buffers[record].rows.ctypes.data, np.arange(num_slots)[:, None]
+            self._tables[..., ROOM] = first + slots * record.nbytes + record.rooms
+            self._align = record.align
 
     @property
     def nbytes(self) -> int:
         """The bytes of the slots that have memory: not emptied, or written since."""
         return (self.num_slots - len(self._empty)) * self.expert_nbytes
+
+    @property
+    def num_ranges(self) -> int:
+        """The ranges of files in which an expert's bytes lie."""
+        return len(self._firsts)
 
     def reads(self, slots: dict[int, int]) -> Ranges:
         """The reads that bring experts into slots; call ``arrived`` for each once they ended."""
@@ -95,7 +130,7 @@ class SlotBank:
         table = self._tables.take(slots, 0)
         table[..., : EXPERT + 1] = self._places.take(experts, 0)
         table = table.reshape(-1, len(COLUMNS))
-        made = Ranges(table, self._files, self._names, self._may_copy, kept=self)
+        made = Ranges(table, self._files, self._names, self._may_copy, self._align, kept=self)
         made.nbytes = len(slots) * self.disk_nbytes  # adding them up takes longer
         return made
 
@@ -115,21 +150,94 @@ class SlotBank:
         for rows, bits, dtype, to in self._converted:
             _convert(rows[slot], bits[slot], dtype, to)
 
+    def populate(self, huge: bool) -> bool:
+        """Take the slots' memory from the system now; else a prompt's reads would wait for it.
+
+        Returns whether it came in huge pages, and as fast as those should.
+        """
+        begin, nbytes = perf_counter(), 0
+        for buffer in self._buffers:
+            nbytes += buffer.rows.nbytes
+            if huge:
+                _advise(buffer.rows, HUGE_NBYTES, mmap.MADV_HUGEPAGE)
+            _advise(buffer.rows, mmap.PAGESIZE, MADV_POPULATE_WRITE)
+        return huge and perf_counter() - begin < HUGE_S * nbytes
+
     def empty(self, first: int, last: int) -> None:
         """Return the memory of slots ``[first:last]``, which nothing uses, to the system."""
         self._empty.update(range(first, last))
         for buffer in self._buffers:
-            rows = buffer.rows[first:last]
-            begin = -(-rows.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
-            nbytes = (rows.ctypes.data + rows.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-            if nbytes > 0:  # it is advice: a failure changes nothing
-                begin, nbytes = ctypes.c_void_p(begin), ctypes.c_size_t(nbytes)
-                ctypes.CDLL(None).madvise(begin, nbytes, mmap.MADV_DONTNEED)
+            _advise(buffer.rows[first:last], mmap.PAGESIZE, mmap.MADV_DONTNEED)
+
+
+def slot_nbytes(
+    path: str, parameters: dict[str, mx.array], located: dict[str, ExpertTensor]
+) -> int:
+    """The bytes of a slot for experts with these parameters ``[E, ...]``, some ``located``."""
+    tensors = {n: located[f"{path}.{n}"] for n in parameters if f"{path}.{n}" in located}
+    record = Record.of(tensors, parameters) if tensors else None
+    alone = [p[0].nbytes for n, p in parameters.items() if record is None or n not in tensors]
+    return sum(alone) + (record.nbytes if record is not None else 0)
 
 
 def can_empty() -> bool:
     """Whether slots can return memory to the system and take it again: on a Linux CPU."""
     return sys.platform == "linux" and mx.default_device() == mx.cpu
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """How an expert lies in a slot so that reads past the page cache land there, in whole blocks.
+
+    As repacked it is one range, as published one for each parameter. Each has room for the blocks
+    that it begins and ends in. Where all experts begin at the same remainder of a block, as those
+    of a tensor do, the bytes lie where they land. Else they are moved to the begin of the room.
+    """
+
+    nbytes: int  # of a slot
+    align: int  # of blocks, in bytes
+    rooms: list[int]  # the first byte of each range's room
+    places: dict[str, int]  # the first byte of each parameter
+    sizes: dict[str, int]  # the bytes of each parameter
+
+    @classmethod
+    def of(
+        cls, tensors: dict[str, ExpertTensor], parameters: dict[str, mx.array]
+    ) -> "Record | None":
+        """The record of the parameters ``tensors``; None if reads cannot land in one here."""
+        files = {str(file) for t in tensors.values() for file in t.files[:1]}
+        align = min(map(alignment, files), default=0) and max(map(alignment, files))
+        if not can_empty() or any(t.dtype != parameters[n].dtype for n, t in tensors.items()):
+            return None
+        if not align or HUGE_NBYTES % align:
+            return None
+        rooms, places, at = [], {}, 0
+        for names in ranges(tensors):
+            nbytes = [tensors[n].nbytes for n in names]
+            before = {offset % align for offset in tensors[names[0]].offsets}
+            for shift in [*before, 0] if len(before) == 1 else [0]:
+                firsts = at + shift + np.cumsum([0, *nbytes[:-1]])
+                sizes = [tensors[n].dtype.size for n in names]
+                if is_aligned := not (firsts % sizes).any():
+                    break
+            if not is_aligned:
+                return None
+            places |= zip(names, firsts.tolist())
+            rooms.append(at)
+            at += -(-(max(before) + sum(nbytes)) // align) * align
+        # Room for blocks is much beside a small expert.
+        sizes = {n: t.nbytes for n, t in tensors.items()}
+        small = at > sum(sizes.values()) * (1 + ROOM_SHARE)
+        return None if small else cls(at, align, rooms, places, sizes)
+
+    @property
+    def has_gate_beside_up(self) -> bool:
+        """Whether up's parameters follow gate's, so that one matrix can have both."""
+        gate, up = (
+            {n.rsplit(".", 1)[1]: n for n in self.places if n.startswith(linear)}
+            for linear in GATE_UP
+        )
+        return all(self.places[up[k]] - self.places[gate[k]] == self.sizes[gate[k]] for k in gate)
 
 
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
@@ -173,13 +281,12 @@ def _tables(groups):
     return into, tables, iovecs
 
 
-def _parts(parameters, shared, fuse):
+def _parts(parameters, fuse, record):
     """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
 
-    Parameters in ``shared`` with the same types there and in memory share a buffer, with ``fuse``
-    gate and up share one, and any other has its own. Returns the size of each buffer; for each
-    parameter the buffer, the first element and the first behind it; and for each parameter of the
-    module the buffer, the first element and the shape.
+    Those of a record share one, with ``fuse`` gate and up share one, and any other has its own.
+    Returns the elements of each buffer but the record; for each parameter the buffer, the first
+    element and the first behind it; and for each of the module buffer, first element, shape, type.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
@@ -187,22 +294,25 @@ def _parts(parameters, shared, fuse):
         shape, size = p.shape[1:], prod(p.shape[1:])
         if fuse and linear in GATE_UP:
             linear, shape = "gate_up_proj", (2 * shape[0], *shape[1:])
-        key = shared.get(n, (linear, param)), p.dtype
-        first = sizes.get(key, 0)
-        sizes[key] = first + size
+        if record is not None and n in record.places:
+            key, first = record, record.places[n] // p.dtype.size
+        else:
+            key = linear, param, p.dtype
+            first = sizes.get(key, 0)
+            sizes[key] = first + size
         parts[n] = key, first, first + size
-        whole.setdefault((linear, param), (key, first, shape))
+        whole.setdefault((linear, param), (key, first, shape, p.dtype))
     return sizes, parts, whole
 
 
 def _module(module, whole, buffers, fuse):
     """A copy of the layer's module with parameters in ``buffers``; ``fuse`` joins gate and up."""
     linears = {}
-    for (linear, param), (key, first, shape) in whole.items():
+    for (linear, param), (key, *part) in whole.items():
         if linear not in linears:
             linears[linear] = copy.copy(module["gate_proj" if linear == "gate_up_proj" else linear])
             give_room(linears[linear])
-        linears[linear][param] = buffers[key].part(first, shape)
+        linears[linear][param] = buffers[key].part(*part)
     if fuse:
         fast = isinstance(module, kernels.FastExperts)
         return (FastFusedSwitchGLU if fast else FusedSwitchGLU)(
@@ -215,23 +325,59 @@ def _module(module, whole, buffers, fuse):
 
 
 class _Buffer:
-    """An MLX array, and its bits as a numpy view of unsigned integers."""
+    """Memory of S rows of bytes (``rows``, numpy), and MLX arrays in it."""
 
-    def __init__(self, shape, dtype):
-        size = prod(shape)
-        bits = mx.zeros(size + PADDING_NBYTES // dtype.size, _UNSIGNED[dtype.size])
-        mx.eval(bits)
-        self.rows = np.asarray(bits)[:size].reshape(shape)
-        self.array = bits.view(dtype)
-        mx.eval(self.array)
+    def __init__(self, array: mx.array, first: int, num_rows: int, nbytes: int):
+        mx.eval(array)
+        self._array, self._first = array, first
+        memory = np.asarray(array).reshape(-1).view(np.uint8)
+        self.rows = memory[first : first + num_rows * nbytes].reshape(num_rows, nbytes)
 
-    def part(self, first, shape):
+    @classmethod
+    def of_zeros(cls, num_rows: int, size: int, dtype: mx.Dtype) -> "_Buffer":
+        """Rows of so many elements, with room behind them for MLX's CUDA kernel."""
+        elements = num_rows * size + PADDING_NBYTES // dtype.size
+        return cls(mx.zeros(elements, _UNSIGNED[dtype.size]), 0, num_rows, size * dtype.size)
+
+    @classmethod
+    def for_huge_pages(cls, num_rows: int, nbytes: int) -> "_Buffer":
+        """Rows that nobody has touched: ``mx.zeros`` would fill them, in small pages."""
+        page = HUGE_NBYTES if num_rows * nbytes >= HUGE_NBYTES else ALIGNED
+        shape = -(-(num_rows * nbytes + page) // ALIGNED), ALIGNED
+        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file := _Unwritten(), header)
+        file.seek(0)
+        array = mx.load(file, format="npy")
+        mx.eval(array)
+        return cls(array, -np.asarray(array).ctypes.data % page, num_rows, nbytes)
+
+    def bits(self, dtype: mx.Dtype) -> np.ndarray:
+        """The rows as unsigned integers of a type's size."""
+        return self.rows.view(f"u{dtype.size}")
+
+    def part(self, first: int, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
         """A view ``[S, *shape]`` that begins at element ``first`` of every row."""
-        rows, size = self.rows.shape
-        strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-        part = mx.as_strided(self.array, (rows, *shape), (size, *strides), first)
+        (num, nbytes), size = self.rows.shape, dtype.size
+        strides = nbytes // size, *(prod(shape[i + 1 :]) for i in range(len(shape)))
+        first += self._first // size
+        part = mx.as_strided(self._array.view(dtype), (num, *shape), strides, first)
         mx.eval(part)
         return part
+
+
+class _Unwritten(io.BytesIO):
+    """A file that ends behind its header, and leaves the memory that it is read into as it is."""
+
+    def readinto(self, memory):
+        return super().readinto(memory) or len(memory)
+
+
+def _advise(rows, pages, advice):
+    """Advise the system about the whole pages of contiguous rows; a failure changes nothing."""
+    begin = -(-rows.ctypes.data // pages) * pages
+    nbytes = (rows.ctypes.data + rows.nbytes - begin) // pages * pages
+    if nbytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), advice)
 
 
 def _bits(array):

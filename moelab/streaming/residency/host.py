@@ -205,7 +205,7 @@ class HostExperts:
         )
         return slots
 
-    def start(self, slots: dict[int, int]) -> Begun:
+    def start(self, slots: dict[int, int]) -> list[Begun]:
         """Begin to copy experts into slots that the table chose; nothing is read."""
         address = self._memory.address
         flag, copies = address + self._num_experts * self._nbytes, []
@@ -215,7 +215,7 @@ class HostExperts:
                 cuda.Copy(first + source, to + slot * stride, nbytes, flag)
                 for source, to, stride, nbytes in self._into
             ]
-        return Begun(copies)
+        return [Begun(copies)]
 
     def report(self) -> list[list[int]]:
         """Update the table from the GPU; return new hits and misses of prompts and of decoding."""

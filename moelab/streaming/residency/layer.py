@@ -1,27 +1,40 @@
 """The slots of one layer: which expert is in which, and which experts are on their way."""
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
 
 import mlx.core as mx
 import numpy as np
 
 from ... import kernels
 from ..config import StreamConfig
-from ..counters import Counting
+from ..counters import Counters, Counting
 from ..cuda import MAX_COPIES
-from ..reading.reader import Reader
+from ..reading.file import ReadError
+from ..reading.flight import Flight
+from ..reading.reader import Reader, Threads
 from .bank import SlotBank, can_empty
 from .table import SlotTable, policy_of
 
 # Bytes. On a CPU, experts are computed in parts of about so many bytes as they arrive, if so many
-# are read.
+# are read. It is large enough to be worth a wait, and small enough that computing one hides a read.
 PART_NBYTES = 2 * 1024 * 1024
-# The most parts of a wave with the fast kernels. They compute an expert so fast that a part's
-# other costs show.
-NUM_PARTS = 8
-# Bytes. Where a GPU copies, experts are read in parts of about so many bytes. Up to three parts
-# have pinned memory at once: one is copied, one is read, and one was begun.
-COPIED_NBYTES = 64 * 1024 * 1024
+# Bytes. A prompt on a CPU has about so many in flight, so that the disk is busy while it computes;
+# where a GPU copies, a group has so many, and two groups have pinned memory at once.
+FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
+
+
+@dataclass(eq=False)
+class Arriving:
+    """Experts on their way into slots, which can be waited for together."""
+
+    slots: dict[int, int]  # expert to slot
+    reads: Flight | Threads
+    counters: Counters | None = None  # of the prefetch that began them; None: of a layer's call
+    # Of a prefetch: those that the call does not need, and whether they had ended when it began.
+    others: dict[int, int] = field(default_factory=dict)
+    is_late: bool = False
 
 
 class LayerSlots:
@@ -53,7 +66,8 @@ class LayerSlots:
         self.bank = self._slot_of_all = None  # memory is free before more is taken
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
-        self.job = None  # reads experts of this layer before they are needed
+        self.awaited = []  # what the running call waits for
+        self.ahead = []  # what is read before a call needs it
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
@@ -86,20 +100,30 @@ class LayerSlots:
         """Whether a slot takes a later expert of a call as soon as its own is computed."""
         return self._reader.direct and self.computes_at_once
 
+    @property
+    def most(self) -> int:
+        """The most experts of a long call that are on their way at once."""
+        nbytes = self.bank.expert_nbytes
+        if self.is_copied:  # one kernel copies them
+            most = max(1, MAX_COPIES // len(self.bank.into))
+            return most if self.host is not None else max(1, min(most, COPIED_NBYTES // nbytes))
+        # Without direct reads the system reads ahead, and whole waves take less time.
+        return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
+
     def resize(self, slots: int) -> None:
         """Use so many slots, at most as many as were taken; nothing may be using one of them."""
         if not can_empty():
             return self._take(slots)
-        self.job = None
+        self.awaited, self.ahead = [], []
         self.table.resize(min(slots, self.bank.num_slots))
         self.bank.empty(self.table.num_slots, self.bank.num_slots)
 
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
-        if self.job is not None:
-            for e in self.job.slots:  # some may be in the table already, see ``collect_prefetched``
+        for group in self.awaited + self.ahead:
+            for e in group.slots:  # some may be in the table already, see ``collect``
                 self.table.slot_of.pop(e, None)
-        self.job = None
+        self.awaited, self.ahead = [], []
         if self.host is not None:
             self.host.forget()
         self.table.recover()
@@ -127,89 +151,95 @@ class LayerSlots:
         self._counting.now.misses += len(misses)
         return hits, misses
 
-    def begin(self, misses: dict[int, int]) -> list:
-        """Begin to read experts into the slots that ``choose`` gave; return the running reads."""
-        if self.host is not None:
-            return self.host.start(misses)
+    def begin(self, misses: dict[int, int]) -> None:
+        """Begin to read experts into the slots that ``choose`` gave."""
+        if not misses:
+            return
         with self._counting.read_wait():
-            return self._reader.start(self.bank.reads(misses))
+            start = self._reader.start if self.host is None else self.host.start
+            self.awaited += self._groups(start, misses)
 
-    def finish(self, misses: dict[int, int], reads: list) -> None:
-        """Wait for the reads that ``begin`` began, and hold the experts from then on."""
+    def begin_ahead(self, slots: dict[int, int]) -> None:
+        """Begin to read experts that no call needs yet into slots that were reserved."""
+        counters = self._counting.now
+        counters.prefetch_issued += len(slots)
+        self.ahead += self._groups(self._reader.start_ahead, slots, counters)
+
+    def _groups(self, start, slots, counters=None):
+        if self.host is not None:
+            return [Arriving(slots, *start(slots))]
+        slots, n = [*slots.items()], max(1, PART_NBYTES // self.bank.expert_nbytes)
+        n = len(slots) if self.is_copied else n
+        reads = start(self.bank.reads(dict(slots)), n * self.bank.num_ranges)
+        parts = (dict(slots[i : i + n]) for i in range(0, len(slots), n))
+        return [Arriving(part, r, counters) for part, r in zip(parts, reads)]
+
+    def land(self, everything: bool = False) -> dict[int, int]:
+        """Hold the awaited experts that have arrived; wait for the first ones, or for all."""
+        ended = [g for g in self.awaited if everything or g.reads.done()] or self.awaited[:1]
+        for group in ended:
+            self.finish(group)
+        return {e: slot for group in ended for e, slot in group.slots.items()}
+
+    def finish(self, group: Arriving) -> None:
+        """Wait for experts on their way, and hold them from then on."""
+        begin = perf_counter()
         with self._counting.read_wait():
-            self._reader.finish(reads)
-        for e, slot in misses.items():
+            try:
+                took_s = self._reader.finish([group.reads])
+            except ReadError:
+                if group.counters is None:
+                    raise
+                self.table.release(group.others.values())
+                group.others, took_s = {}, 0.0
+                # The second read of those that a call needs raises if it fails, too.
+                self._reader.read(self.bank.reads(group.slots))
+        waited_s = perf_counter() - begin
+        if group in self.awaited:
+            self.awaited.remove(group)
+        slots = group.slots | group.others
+        for e, slot in slots.items():
             self.bank.arrived(e, slot)
-        self.table.commit(misses)
+        self.table.commit(slots)
         self._slot_of_all = None
+        if (c := group.counters) is not None:
+            c.prefetch_used += len(group.slots)
+            c.prefetch_wasted += len(group.others)
+            c.prefetch_late += len(group.slots) * group.is_late
+            c.prefetch_saved_s += max(0.0, took_s - waited_s) if group.slots else 0.0
 
     def read(self, misses: dict[int, int]) -> None:
         """Read experts into the slots that ``choose`` gave for them."""
-        if misses:
-            self.finish(misses, self.begin(misses))
-
-    def part_size(self, num: int) -> int:
-        """The number of experts in a part, if ``num`` experts are read."""
-        if self.is_copied:
-            most = MAX_COPIES // len(self.bank.into)
-            if self.host is None:
-                most = min(most, COPIED_NBYTES // self.bank.expert_nbytes)
-            return max(1, most)
-        # Large enough to be worth a wait, small enough that computing one hides the next read.
-        size = max(1, PART_NBYTES // self.bank.expert_nbytes)
-        return max(size, -(-num // NUM_PARTS)) if self.computes_at_once else size
-
-    def parts(self, misses: dict[int, int]) -> list[dict[int, int]]:
-        """Divide experts into the parts in which they are read and computed."""
-        size, misses = self.part_size(len(misses)), list(misses.items())
-        return [dict(misses[i : i + size]) for i in range(0, len(misses), size)]
+        self.begin(misses)
+        self.land(everything=True)
 
     def unread(self) -> list[int]:
         """The experts in no slot; none if there are fewer than E slots, or a prefetch runs."""
-        if self.table.num_slots < self.num_experts or self.job is not None or self.holds_all:
+        if self.table.num_slots < self.num_experts or self.ahead or self.holds_all:
             return []
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
-    def collect_prefetched(self, needed: Collection[int], wait: bool = True) -> dict[int, int]:
-        """Hold the experts that were read before this call, and count how many it needs.
+    def collect(self, needed: Collection[int]) -> None:
+        """Take over what was read ahead of a call that needs some experts.
 
-        Without ``wait`` it returns the needed ones that are still being read, and their slots: call
-        ``land`` before using one. The table holds them already, so that none is evicted.
+        Reads that have not begun are cancelled. Needed experts that are still on their way are
+        awaited, and the table holds them already, so that none is evicted.
         """
-        if self.job is None:
-            return {}
-        crowded = not self.table.fits({*needed, *self.job.slots})
-        for e, took_s, waited_s in self.job.collect(needed if wait else (), crowded):
-            slot = self.job.slots[e]
-            if took_s is None:
-                self.table.release([slot])
+        groups, self.ahead, needed = self.ahead, [], set(needed)
+        every = needed.union(*(group.slots | group.others for group in groups))
+        wait = self.is_copied or not self.table.fits(every)
+        for group in groups:
+            slots = group.slots | group.others
+            group.slots = {e: slot for e, slot in slots.items() if e in needed}
+            group.others = {e: slot for e, slot in slots.items() if e not in needed}
+            group.is_late = not group.reads.done()
+            if group.reads.cancel():
+                self.table.release(slots.values())
+            elif wait or not group.is_late:
+                self.finish(group)
+            elif group.slots:
+                self.table.commit(group.slots)
+                self.awaited.append(group)
             else:
-                self.table.commit({e: slot})
-                self._count_prefetched(e in needed, took_s, waited_s)
-            del self.job.slots[e]
+                self.ahead.append(group)
         self._slot_of_all = None
-        flying = {e: slot for e, slot in self.job.slots.items() if e in needed}
-        self.table.commit(flying)
-        if not self.job.slots:
-            self.job = None
-        return flying
-
-    def land(self, e: int, slot: int) -> None:
-        """Wait for an expert that ``collect_prefetched`` found on its way."""
-        took_s, waited_s = self.job.land(e)
-        if took_s is None:  # the read failed: this one raises if it fails, too
-            self.finish({e: slot}, self.begin({e: slot}))
-        else:
-            self._count_prefetched(True, took_s, waited_s)
-        del self.job.slots[e]
-        if not self.job.slots:
-            self.job = None
-
-    def _count_prefetched(self, is_needed, took_s, waited_s):
-        c = self.job.counters
-        c.prefetch_used += is_needed
-        c.prefetch_wasted += not is_needed
-        if is_needed:
-            c.prefetch_late += waited_s > 0
-            c.prefetch_saved_s += max(0.0, took_s - waited_s)
-            self._counting.now.wait_s += waited_s

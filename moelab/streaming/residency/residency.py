@@ -2,22 +2,61 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from ...memory import memory_available, return_free_memory
 from ..counters import Counting
-from ..cuda import MAILBOX_SIZE
+from ..cuda import MAILBOX_SIZE, Copy
 from ..handover import Handover
 from ..reading.reader import Reader
-from .arriving import Arrived, as_copied, as_read
-from .job import Job
-from .layer import LayerSlots
+from .bank import SlotBank
+from .layer import PART_NBYTES, LayerSlots
 
 # The experts of a prompt are read ahead if it has so many (token, expert) pairs for each expert,
 # and if the layer before needed at least this share of its experts.
 AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
+
+
+class Arrived(NamedTuple):
+    """Experts of a call that are in slots."""
+
+    slots: dict[int, int]  # expert to slot
+    bank: SlotBank  # the bank that has these slots
+    is_all: bool = False  # whether these are all the experts of the call
+    copies: Sequence[Copy] = ()  # with ``is_all``: the GPU must make these before it computes
+    # A zero. A result that depends on it is computed after the GPU has copied the experts.
+    after: mx.array | None = None
+
+
+class Pairs:
+    """The (token, expert) pairs of a call whose routing is ``[..., K]``."""
+
+    def __init__(self, routed: np.ndarray):
+        self.shape, self._flat = routed.shape, routed.ravel().tolist()
+        self._places = {}  # of each expert's pairs in the call, in order of first use
+        for i, e in enumerate(self._flat):
+            self._places.setdefault(e, []).append(i)
+
+    @property
+    def size(self) -> int:
+        """The number of pairs."""
+        return len(self._flat)
+
+    @property
+    def needed(self) -> list[int]:
+        """The distinct experts, in order of first use."""
+        return [*self._places]
+
+    def of(self, arrived: Arrived) -> tuple[np.ndarray, np.ndarray]:
+        """The places in the call of the pairs whose experts arrived, and the slot of each."""
+        places = range(self.size)
+        if not arrived.is_all:
+            places = [i for e in arrived.slots for i in self._places[e]]
+        return np.array(places), np.array([arrived.slots[self._flat[i]] for i in places])
 
 
 class Residency:
@@ -43,40 +82,59 @@ class Residency:
         return self.layers[-1]
 
     def bring(
-        self, i: int, routed: np.ndarray, computed: Sequence[mx.array], x: mx.array
+        self, i: int, pairs: Pairs, computed: Sequence[mx.array], x: mx.array
     ) -> Iterator[Arrived]:
-        """Bring the experts of a call, ``[..., K]``, into slots; hand them over as they arrive.
+        """Bring a call's experts into slots, and hand them over as they arrive.
 
         Each expert is read at most once and handed over once. The caller computes a part, or puts
         its result into ``computed`` (results not evaluated yet), and then asks for the next one.
         When it asks, the part's slots may be given to other experts.
         """
-        layer, needed = self.layers[i], list(dict.fromkeys(routed.ravel().tolist()))
+        layer, needed = self.layers[i], pairs.needed
         layer.report()
-        fits = layer.table.fits(needed)
-        flies = fits and self._overlap and not layer.is_copied
-        flying = layer.collect_prefetched(needed, wait=not flies)
-        self._look(i, needed, routed.size)
-        first, *later = [needed] if fits else layer.table.waves(needed)
-        held, misses = layer.choose(first)
-        if fits:
-            if not misses:  # read some others: a layer with all experts need not wait for routing
-                layer.read(layer.table.choose(layer.unread()[: self._top_k])[1])
-            if not flying and not (misses and self._in_parts(layer, len(misses))):
-                yield self._all(layer, held, misses, routed.size)
+        layer.collect(needed)
+        self._look(i, needed, pairs.size)
+        table, after = layer.table, None
+        at_once = table.fits(needed) and len(layer.missing(needed)) <= layer.most
+        order = needed if at_once else [*chain(*table.waves(needed))]
+        while order or layer.awaited:
+            ready, flying = {}, [e for group in layer.awaited for e in group.slots]
+            now = order[: len(order) if at_once else self._room(layer, order, len(flying))]
+            if now:
+                order = order[len(now) :]
+                if computed and not layer.is_copied:
+                    mx.eval(computed)  # it reads slots that are about to be overwritten
+                hits, misses = layer.choose(now, () if at_once else flying)
+                layer.begin(misses)
+                ready = {e: slot for e, slot in hits.items() if e not in flying}
+            if now and not order:
+                self._fill_next()
+            if now and at_once and not self._in_parts(layer):
+                if not misses:  # read some: a layer with all experts need not wait for routing
+                    layer.read(table.choose(layer.unread()[: self._top_k])[1])
+                yield self._all(layer, hits | misses, pairs.size)
                 return
-        call = layer, held, misses, later, computed
-        if layer.is_copied:
-            yield from as_copied(*call, x, self._handover.mailbox)
-        else:
-            yield from as_read(*call, self._fill_next, flying)
+            if ready or not layer.is_copied:
+                yield Arrived(ready or layer.land(), layer.bank, after=after)
+            elif now and order and layer.host is None and len(layer.awaited) < 2:
+                continue  # begin to read the next ones before these are waited for
+            else:
+                group = layer.awaited[0]
+                if (copies := group.reads.in_graph()) is None:
+                    mx.eval(computed)
+                    layer.finish(group)
+                else:
+                    after = self._handover.mailbox.copy(copies, computed[-1] if computed else x)
+                yield Arrived(group.slots, layer.bank, after=after)
+                if copies is not None:
+                    layer.finish(group)
 
     def prefetch(self, i: int, experts: Iterable[int], kept: Collection[int] = ()) -> None:
         """Begin to read experts, if all fit and no prefetch runs; ``kept`` ones are not evicted."""
         layer = self.layers[i]
-        layer.collect_prefetched(())  # what the last call did not need
+        layer.collect(())  # what the last call did not need
         experts = layer.of_rank(experts)
-        if layer.job is None and layer.table.fits(experts):
+        if not layer.ahead and layer.table.fits(experts):
             self._begin(layer, experts, kept)
 
     def expect(self, tokens: int) -> None:
@@ -112,6 +170,7 @@ class Residency:
         """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
         layer = self.layers[i]
         layer.report()
+        layer.collect(experts)
         layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
@@ -146,24 +205,30 @@ class Residency:
             mx.clear_cache()
         return_free_memory()
 
-    def _in_parts(self, layer, num_misses):
-        """Whether a call whose experts fit is computed while its misses are read."""
-        size = layer.part_size(num_misses)
-        return num_misses > size if layer.is_copied else self._overlap and num_misses >= size
+    def _room(self, layer, order, flying):
+        """How many experts of a long call to ask for next, while some are on their way."""
+        few = len(layer.awaited) < 2 if layer.is_copied else layer.refills or not flying
+        held = sum(e in layer.table.slot_of for e in order)  # they come first
+        more = held + layer.most - (0 if layer.is_copied else flying)
+        return max(0, min(layer.table.num_slots - flying, more)) if few else 0
 
-    def _all(self, layer, held, misses, size):
-        """Bring the missing experts of a call, and hand over all its experts at once."""
-        slots = held | misses
+    def _in_parts(self, layer):
+        """Whether a call whose experts fit is computed while its misses are read."""
+        flying = sum(len(group.slots) for group in layer.awaited)
+        is_worth_it = flying >= max(1, PART_NBYTES // layer.bank.expert_nbytes)
+        return self._overlap and not layer.is_copied and is_worth_it
+
+    def _all(self, layer, slots, size):
+        """Hand over all experts of a call; the GPU waits for those on their way, or this thread."""
+        copies = None
         # With a prefetcher the layer's table must be up to date before the next one.
-        if misses and layer.is_copied and not self.prefetches and size <= MAILBOX_SIZE:
-            reads = layer.begin(misses)
-            if (copies := reads.in_graph()) is not None:
-                self._finish = partial(layer.finish, misses, reads)
-                return Arrived(slots, layer.bank, is_all=True, copies=copies)
-            layer.finish(misses, reads)
+        if layer.is_copied and layer.awaited and not self.prefetches and size <= MAILBOX_SIZE:
+            copies = layer.awaited[0].reads.in_graph()
+        if copies is None:
+            layer.land(everything=True)
         else:
-            layer.read(misses)
-        return Arrived(slots, layer.bank, is_all=True)
+            self._finish = partial(layer.land, everything=True)
+        return Arrived(slots, layer.bank, is_all=True, copies=copies or ())
 
     def _look(self, i, needed, pairs):
         """Ask the system to read the experts of a long call, and of the next layer's call.
@@ -202,13 +267,13 @@ class Residency:
 
     def _fill(self, layer):
         """Begin to read missing experts into a layer's free slots, as a prompt needs nearly all."""
-        if layer.job is None:
+        if not layer.ahead:
             experts = layer.missing(range(layer.num_experts))
-            self._begin(layer, experts[: layer.table.num_free])
+            self._begin(layer, experts[: min(layer.table.num_free, layer.most)])
 
     def _begin(self, layer, experts, kept=()):
         """Begin to read those of the experts that are not held and for which there are slots."""
         if len(self.layers) == 1:  # else other layers' calls evaluated its readers
             mx.eval(self._handover.pending)
         if slots := layer.table.reserve(experts, kept):
-            layer.job = Job(self._reader, layer.bank, slots, self._counting.now)
+            layer.begin_ahead(slots)
