@@ -101,7 +101,7 @@ def hold(session, layers):
 def experts(path, trace, runs):
     """The rows of so many rounds, in this process."""
     text, (fill, settle, tokens) = Trace.load(trace).tokens.tolist(), EXPERTS.values()
-    model, _ = load(path, StreamConfig(slots="auto", context=512))
+    model, _ = load(path, StreamConfig(slots="auto", context=512, prefetch="none"))
     session, blocks, order = session_of(model), moe_blocks(model), random.Random(0)
     makes = {
         name: PREFETCHERS[name](session.layers, blocks) for name, *_ in PREFETCHED.values() if name

@@ -1,11 +1,12 @@
-"""How to stream a model: slots, policy, layout and prefetch, decided from given numbers."""
+"""How to stream a model: slots, policy and layout, decided from given numbers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from ..repack import Gain
 from ..streaming.config import EVICTION, StreamConfig
 from ..streaming.trace import Trace
 from .costs import Costs
@@ -16,8 +17,7 @@ from .sizes import ModelSizes
 # taken, because reads have costs that a replay does not know. Where reads cannot go past the page
 # cache, as on a Mac, the one with the fewest slots is, because too many are a far larger cost.
 EQUAL = 0.02
-# A change that saves a smaller share of a token is not worth a second copy of the file, or the
-# risk of a wrong prefetch.
+# A repack that saves a smaller share of a token is not worth a second copy of the file.
 WORTH = 0.03
 NUM_SLOTS = 12  # numbers of slots to choose from, if none are given
 
@@ -28,14 +28,6 @@ class Setting(NamedTuple):
     slots: int
     policy: str  # the eviction policy
     direct: bool = False  # whether experts are read past the page cache
-
-
-class Lookahead(NamedTuple):
-    """What the prefetcher ``lookahead`` does for a model."""
-
-    used: float  # prefetched experts that were used, as a share of the misses without prefetch
-    wasted: float  # those that were not used, as a share of the same misses
-    cost_s: float  # it makes a token so much longer whose reads come from the page cache
 
 
 @dataclass(frozen=True)
@@ -51,22 +43,13 @@ class Advice:
     settings: dict[Setting, Replay]  # all compared, in the present layout, without prefetch
     why: tuple[str, ...]  # the reasons, one a sentence
 
-    @property
-    def prefetch_may_pay(self) -> bool:
-        """Whether it pays to measure what a ``lookahead`` does for this model."""
-        return self.layout == "packed" and min(_exposed(self.chosen)) >= WORTH * self.token_s
-
-    def because(self, reason: str) -> "Advice":
-        """The same advice with one more reason."""
-        return replace(self, why=(*self.why, reason))
-
     def __str__(self):
         c, memory = self.config, "without a memory limit:"
         if self.memory_nbytes < float("inf"):
             memory = f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:"
         lines = [
             memory,
-            f"  mode={c.mode} slots={c.slots} policy={c.policy} prefetch={c.prefetch}, reads "
+            f"  mode={c.mode} slots={c.slots} policy={c.policy}, reads "
             f"{_way(self.direct)}, layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
             f"{1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
@@ -97,13 +80,13 @@ def advise(
     costs: Costs,
     slots: list[int] | None = None,
     policies: Iterable[str] = EVICTION,
-    packed_gain: float | None = None,
+    packed_gain: Gain | None = None,
 ) -> Advice:
-    """Choose slots, policy and layout by replaying a trace; ``with_lookahead`` adds prefetch.
+    """Choose slots, policy and layout by replaying a trace, without prefetch.
 
     ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
-    trace only fills the caches. ``packed_gain`` is how many times faster the disk reads an expert
-    in one piece; None: the experts lie in one piece already.
+    trace only fills the caches. ``packed_gain`` is how much faster experts in one piece are read;
+    None: they lie in one piece already.
     """
     most = sizes.fits(memory_nbytes)
     if slots is None:
@@ -132,14 +115,14 @@ def advise(
             why.append(f"With {n} slots {what} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
     layout = "packed"
     if packed_gain is None:
-        why.append("The experts are packed already.")
+        why.append("Each expert lies in one piece already.")
     else:
-        faster = costs.faster_disk(packed_gain)
+        faster = costs.faster_disk(packed_gain.quartiles[1])
         packed = replay_settings(sizes, memory_nbytes, trace, faster, [picked], skip)[picked]
         saved = 1 - packed.mean_s / chosen.mean_s
         why.append(
-            f"The SSD reads an expert in one piece {packed_gain:.2f} times as fast: a repack would "
-            f"save {saved:.1%} of a token, {'' if saved >= WORTH else 'not '}worth a repack."
+            f"Layout: {packed_gain}: `python -m moelab repack MODEL OUT` would save {saved:.1%} of "
+            f"a token, {'' if saved >= WORTH else 'not '}worth a second copy."
         )
         chosen, layout = (packed, "packed") if saved >= WORTH else (chosen, "as it is")
     if most == sizes.E:
@@ -148,10 +131,9 @@ def advise(
             "for the routing (python -m moelab bench)."
         )
     config = StreamConfig(slots=n, policy=policy)
-    advice = Advice(
+    return Advice(
         config, direct, layout, chosen.mean_s, memory_nbytes, chosen, settings, tuple(why)
     )
-    return advice if advice.prefetch_may_pay else advice.because(_no_prefetch(advice))
 
 
 def replay_settings(
@@ -194,46 +176,3 @@ def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting
 
 def _way(direct):
     return "past the page cache" if direct else "through the page cache"
-
-
-def _exposed(chosen):
-    """Seconds of a token's reads that nothing hides, and those in which nothing is read."""
-    part = chosen.parts_s  # ``hidden`` is not positive
-    exposed_s = part["copies"] + part["disk"] + part["hidden"]
-    return exposed_s, max(0.0, part["fixed"] + part["experts"] + part["hidden"])
-
-
-def _no_prefetch(advice):
-    exposed_s, idle_s = _exposed(advice.chosen)
-    best_s = min(exposed_s, idle_s)  # that a perfect prefetch could hide
-    if best_s < WORTH * advice.token_s:
-        return (
-            f"No prefetch: {exposed_s * 1e3:.1f} ms of a token are reads that nothing hides, and "
-            f"even a perfect prefetch would hide only {best_s * 1e3:.1f} of them."
-        )
-    return (
-        f"No prefetch: a perfect one would hide {best_s * 1e3:.1f} ms of reads, "
-        "but with experts in several pieces a prefetch takes as many reads, and gained nothing in "
-        "the recorded runs (notebook 04)."
-    )
-
-
-def with_lookahead(advice: Advice, lookahead: Lookahead) -> Advice:
-    """Decide on prefetch for an advice with ``prefetch_may_pay``, and say why.
-
-    A used prefetch hides an exposed read behind compute, a wasted one delays other reads. This was
-    checked for experts in one piece, by recorded runs (data/results/cpu_prefetch_*.json).
-    """
-    exposed_s, idle_s = _exposed(advice.chosen)
-    hidden_s = min(lookahead.used * exposed_s, idle_s)
-    gain_s = hidden_s - lookahead.wasted * exposed_s - lookahead.cost_s
-    worth = gain_s >= WORTH * advice.token_s
-    advice = advice.because(
-        f"{'Prefetch' if worth else 'No prefetch'}: of {exposed_s * 1e3:.1f} ms of exposed reads a "
-        f"lookahead predicts {lookahead.used:.0%}, reads {lookahead.wasted:.0%} as much in vain "
-        f"and costs {lookahead.cost_s * 1e3:.1f} ms: {gain_s * 1e3:+.1f} ms a token to gain."
-    )
-    if not worth:
-        return advice
-    config = replace(advice.config, prefetch="lookahead")
-    return replace(advice, config=config, token_s=advice.token_s - gain_s)

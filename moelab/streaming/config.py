@@ -158,13 +158,17 @@ class StreamConfig:
         modes=SLOT_MODES,
     )
     prefetch: str = _option(
-        "none",
-        "read early: none, router (a layer's own, asked early) or lookahead (the next one)",
+        "auto",
+        "read early: router (a layer's own, asked early), lookahead (the next one), none or auto "
+        "(default: {default})",
         "router asks a layer's router before the layer's attention or recurrence, in a short call "
         "of one text, where the fast kernels compute the whole layer; lookahead gives this layer's "
-        "hidden state to the next layer's router; oracle takes the experts of a recorded trace.",
+        "hidden state to the next layer's router; oracle takes the experts of a recorded trace. "
+        "auto: short calls alternate between router, or on a Mac's GPU lookahead, and none. What "
+        "is faster stays, and is tried again if memory or hits change. It is none where neither "
+        "can be used, on CUDA, with ranks, with source host and with a slot for every expert.",
         metavar="WHICH",
-        choices=("none", "router", "lookahead", "oracle"),
+        choices=("auto", "none", "router", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt
         modes=SLOT_MODES,
         needs="slots to read into",
@@ -205,13 +209,14 @@ class StreamConfig:
         for name, option in OPTIONS.items():
             value = getattr(self, name)
             option.check(name, value)
-            if option.needs and value != option.default and self.mode not in option.modes:
+            asks = value not in (option.default, "none")
+            if option.needs and asks and self.mode not in option.modes:
                 raise ValueError(
                     f"StreamConfig.{name}: {value!r} needs {option.needs}, got mode "
                     f"{self.mode!r}. Use mode {' or '.join(map(repr, option.modes))}, or {name} "
                     f"{option.default!r}."
                 )
-        if self.source == "host" and self.prefetch != "none":
+        if self.source == "host" and self.prefetch not in ("auto", "none"):
             raise ValueError(
                 f"StreamConfig.prefetch: {self.prefetch!r} reads experts from the disk, and with "
                 "source 'host' they are in memory. Use prefetch 'none', or source 'disk'."

@@ -7,6 +7,7 @@ Then the weights that the model still has are read: the backbone, or in mode ``r
 import os
 import weakref
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -33,6 +34,7 @@ from ..detokenizer import Detokenizer
 from ..experts import read_experts
 from ..hooks import with_globals
 from ..interrupts import held, look
+from ..kernels.code import num_threads
 from ..memory import return_free_memory
 from ..prompt import check_tokens
 from .build import build_model
@@ -42,9 +44,10 @@ from .fused import give_room
 from .handover import FEW_TOKENS
 from .layers import LAYERS, moe_blocks
 from .plan import plan_of
-from .prefetch import PREFETCHERS
+from .prefetch import PREFETCHERS, Auto, auto
 from .ranks import Ranks
 from .residency import host
+from .residency.bank import can_empty
 from .rows import EMBEDDINGS, DiskEmbedding
 from .session import Session, recurrent_states, session_of, stats
 
@@ -336,12 +339,29 @@ def _stream(model, experts, session):
     model.update_modules(tree_unflatten(streamed))
     # These are weak: the layers refer to the session, and a model without cycles is freed at once.
     session.layers = [weakref.proxy(module) for _, module in streamed]
-    if config.prefetch != "none":
-        blocks = [weakref.proxy(block) for block in moe_blocks(model)]
+    _populate(session.residency.layers)
+    blocks = [weakref.proxy(block) for block in moe_blocks(model)]
+    if config.prefetch in PREFETCHERS:
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
         session.residency.prefetches = True
+    elif config.prefetch == "auto":
+        session.prefetcher = auto(session, blocks)
+        if session.prefetcher is not None:
+            session.auto = Auto(session.residency, session.counting, session.reader.direct)
     if config.source == "host":
         host.hold(session.residency.layers, session.reader)
+
+
+def _populate(layers):
+    """Take the slots' memory, in huge pages as long as these come fast."""
+    huge = can_empty()
+
+    def take(layer):
+        nonlocal huge
+        huge = layer.bank.populate(huge)
+
+    with ThreadPoolExecutor(num_threads()) as pool:
+        [*pool.map(take, layers)]
 
 
 def _evaluate(model):

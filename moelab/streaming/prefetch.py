@@ -5,14 +5,22 @@ waits for. Threads' reads that have not begun when the guessed layer is called a
 guess evicts experts of its layer, but none it names.
 """
 
+from contextlib import suppress
 from inspect import signature
+from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from .. import kernels
+from .counters import Counting
+from .cuda import on_cuda
+from .handover import FEW_TOKENS
+from .residency.residency import Residency
+from .session import Session
 from .trace import Trace
+from .trial import Trial
 
 # ``Router`` names the experts of a token that are so many times as probable as the first one that
 # the token would not take. (tiny-moe's held-out text, 16 of 64 slots: of those not held 0.84 are
@@ -144,3 +152,51 @@ class Router(Prefetcher):
 
 
 PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle, "router": Router}
+
+
+def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
+    """The prefetcher that may pay here: a router asked early, on a Mac's GPU the next layer's."""
+    layers, slots = session.layers, session.residency.layers  # no slots: nothing to read into
+    if on_cuda() or session.ranks or session.config.source == "host":
+        return None
+    if all(layer.table.num_slots >= layer.num_experts for layer in slots):
+        return None  # once all have been read nothing is missing
+    for kind in (Lookahead,) if mx.default_device() == mx.gpu else (Router,):
+        with suppress(ValueError):  # this family's routers cannot be asked that way
+            return kind(layers, blocks)
+    return None
+
+
+class Auto:
+    """Turns the prefetcher on and off from call to call, as a ``Trial`` says for its tokens.
+
+    What is timed is a short call itself, up to its last layer's experts: reads ahead change nothing
+    else, and what a caller does between two calls, as sampling or waiting, is left out.
+    """
+
+    def __init__(self, residency: Residency, counting: Counting, starts: bool):
+        self._residency, self._counting, self._starts = residency, counting, starts
+        self._trials, self._call = {}, None  # by the tokens of a call; what the running one began
+
+    def begin(self, tokens: int) -> None:
+        """A call of the whole model begins."""
+        self._call, counters = None, self._counting.now
+        if tokens > FEW_TOKENS:  # a prompt: nothing is read early, and another text may follow
+            for trial in self._trials.values():
+                trial.part()
+            return
+        trial = self._trials.get(tokens)
+        if trial is None:
+            trial = self._trials[tokens] = Trial(self._starts)
+        self._residency.prefetches = trial.on
+        missing = counters.misses + counters.prefetch_used
+        self._call = trial, counters, missing, perf_counter()
+
+    def end(self) -> None:
+        """The call has ended without an exception."""
+        call, self._call = self._call, None
+        if call is not None:
+            trial, counters, before, begin = call
+            missing = counters.misses + counters.prefetch_used - before
+            slots = self._residency.layers[0].table.num_slots
+            trial.took(perf_counter() - begin, missing, slots)

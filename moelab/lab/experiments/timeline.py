@@ -206,7 +206,7 @@ def main(out: str, path: str, modes: str, slots: str, cache: str) -> None:
     """Measure with a ``warm`` or ``cold`` page cache and save the record."""
     if cache not in ("warm", "cold"):
         raise ValueError(f"expected warm or cold, got {cache!r}")
-    base = StreamConfig(slots=int(slots))
+    base = StreamConfig(slots=int(slots), prefetch="none")
     samples = measure(path, modes, base, tokens=16, runs=10, cold=cache == "cold")
     shares = samples[[*HOST.values()]].div(samples.decode_s, axis=0).groupby(samples.variant)
     records.print_and_save(f"Shares of a token:\n{shares.median().round(2)}", samples, out)
