@@ -3,11 +3,16 @@
 In mlx-lm's layout an expert is nine ranges of a file, gigabytes apart. In the packed layout each
 MoE layer has a safetensors file with one tensor of bytes, ``experts [E, stride]``: row e begins on
 a page and holds expert e's parameters in ``packing_order``. ``moelab.load`` reads both layouts.
+``measure_gain`` says how much faster experts would be read here.
 """
 
 import errno
+import random
 import shutil
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +24,7 @@ from .checkpoint import (
     PAGE_NBYTES,
     Checkpoint,
     CheckpointError,
+    ExpertTensor,
     header_bytes,
     mlx_lm_model,
     new_folder,
@@ -27,6 +33,110 @@ from .checkpoint import (
     try_out,
 )
 from .experts import expert_modules, expert_parameters
+from .streaming.facts import ModelFacts
+from .streaming.reading.native import ROOM, address_of, huge_pages
+from .streaming.reading.ranges import Ranges
+from .streaming.reading.reader import Reader
+from .streaming.residency.bank import ranges
+
+# ``measure_gain`` takes so many pairs of samples of about so many bytes each, but only the fewest
+# if they take so many seconds. The first pair, whose memory was never used, does not count.
+SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
+
+
+class Gain(NamedTuple):
+    """How fast this machine reads experts as they lie on disk, and in one piece."""
+
+    reads: int  # pieces of an expert as it lies
+    bytes_per_s: np.ndarray  # ``[n, 2]``: as they lie, and in one piece just before or after
+
+    @property
+    def quartiles(self) -> np.ndarray:
+        """How many times as fast an expert in one piece is read: lower quartile, median, upper."""
+        return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
+
+    def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
+        """As ``quartiles``, of a text that took so long and waited for reads so long."""
+        return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
+
+    def __str__(self):
+        lies, packed = np.median(self.bytes_per_s, 0) / 1e9
+        low, ratio, high = self.quartiles
+        return (
+            f"an expert in one piece is read {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast "
+            f"here ({packed:.2f} GB/s, in its {self.reads} pieces {lies:.2f}, "
+            f"n={len(self.bytes_per_s)})"
+        )
+
+
+def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
+    """Read random experts as they lie, and as many bytes in one piece, in turn, for some 0.2 s.
+
+    As many are in flight as a layer asks for. What is in the page cache comes from there, unless
+    the reader reads past it. None if each expert lies in one piece already.
+    """
+    layers = expert_ranges(facts.located)
+    reads = max(map(len, layers), default=1)
+    if reads == 1:
+        return None
+    one = max(sum(n for _, n in layer) for layer in layers)
+    asked = max(1, min(facts.top_k, SAMPLE_NBYTES // one))
+    memory, speeds, begin = memory_for(layers, asked), [], time.perf_counter()
+
+    def speed(packed):
+        nbytes = seconds = 0
+        for _ in range(max(1, SAMPLE_NBYTES // (asked * one))):
+            wanted, layer = [], random.choice(layers)
+            for e in random.choices(range(len(layer[0][0].offsets)), k=asked):
+                lies = [(t.files[e], t.offsets[e], n) for t, n in layer]
+                wanted += _in_one_piece(lies) if packed else lies
+            nbytes += sum(n for *_, n in wanted)
+            seconds += read_s(reader, wanted, memory)
+        return nbytes / seconds
+
+    while len(speeds) < (FEWEST if time.perf_counter() - begin > MEASURE_S else PAIRS):
+        first = len(speeds) % 2  # so that neither is always second
+        pair = speed(first), speed(1 - first)
+        speeds.append(pair[::-1] if first else pair)
+    return Gain(reads, np.array(speeds[1:]))
+
+
+def _in_one_piece(lies):
+    """As many bytes as an expert's pieces, from a page of its first piece's file on."""
+    (file, first, _), size = lies[0], lies[0][0].stat().st_size
+    nbytes = min(size, sum(n for *_, n in lies))
+    return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]
+
+
+def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[ExpertTensor, int]]]:
+    """For each layer the pieces that an expert is read in: the first parameter, and the bytes."""
+    layers = {}
+    for name, t in located.items():
+        layers.setdefault(name.rsplit(".", 2)[0], {})[name] = t
+    return [
+        [(of[names[0]], sum(of[n].nbytes for n in names)) for names in ranges(of)]
+        for of in layers.values()
+    ]
+
+
+def memory_for(layers: list[list[tuple[ExpertTensor, int]]], experts: int) -> memoryview:
+    """Memory in which ``read_s`` can put so many experts of any of the layers."""
+    return huge_pages(experts * max(sum(n + PAGE_NBYTES for _, n in layer) for layer in layers))
+
+
+def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memoryview) -> float:
+    """Seconds of reading so many bytes from a place in each file, all together, into memory."""
+    reads, rooms, at = [], [], 0
+    for file, first, nbytes in wanted:
+        at += (first - at) % PAGE_NBYTES  # as far from a page as in the file, so that it can land
+        reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
+        rooms.append(address_of(memory) + at - first % PAGE_NBYTES)
+        at += nbytes
+    made = Ranges.of(reads)
+    made.table[:, ROOM] = rooms
+    begin = time.perf_counter()
+    reader.read(made)
+    return time.perf_counter() - begin
 
 
 def repack(

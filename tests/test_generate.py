@@ -5,9 +5,12 @@ import io
 import re
 import shutil
 import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx_lm import cache_prompt
 from small import small
@@ -15,6 +18,8 @@ from small import small
 import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
+from moelab.commands import generate
+from moelab.repack import Gain
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -127,13 +132,42 @@ def test_what_ends_a_text(command, capsys, monkeypatch):
     assert said.startswith("a\\nb")  # standard input as it is
 
 
-def test_the_plan_is_told_on_stderr(capsys):
-    """The answer alone is on stdout, with mlx-lm's line of figures."""
-    argv = ["generate", "--model", str(MODEL), "-p", PROMPT, "-m", "1", "--memory-nbytes", "200MB"]
+def test_the_plan_is_told_on_stderr(capsys, monkeypatch):
+    """The answer alone is on stdout, with mlx-lm's line of figures; what repack gains is not."""
+    argv = ["generate", "--model", str(MODEL), "-p", PROMPT, "-m", "32"]
+    argv += ["--memory-nbytes", "200MB"]
+    monkeypatch.setattr(generate, "WORTH", 0)  # which is less than any gain
     assert main(argv) == main([*argv, "--verbose", "f"]) == 0
     out, err = capsys.readouterr()
-    assert re.search(r"\[1 token; prompt .*; arrays took at most \d+ MB\]", out)
+    assert re.search(r"\[.* tok/s, 32 tokens; prompt .*; arrays took at most \d+ MB\]", out)
     assert "slots=" not in out and err.count("slots=") == 1 == err.count("slots=64")
+    assert "repack" not in out and err.count(f"(python -m moelab repack {MODEL} OUT)\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "measured", "tokens", "wait_s", "gain", "mode", "ranks"),
+    (
+        ("1.8 [1.8, 1.8] times", 1, 64, 0.9, Gain(9, np.array([[1e9, 2e9]])), "fused", None),
+        ("", 1, 64, 0.9, Gain(9, np.array([[1e9, 1.2e9]])), "fused", None),  # 1.18 times
+        ("", 1, 64, 0.9, None, "fused", None),  # repacked already
+        ("", 0, 64, 0.16, None, "fused", None),  # reads without waits would gain 1.19 times
+        ("", 0, 31, 0.9, None, "fused", None),
+        ("", 0, 64, 0.9, None, "serial", None),
+        ("", 0, 64, 0.9, None, "fused", "ranks"),
+    ),
+)
+def test_repack_is_named_where_it_gains(
+    said, measured, tokens, wait_s, gain, mode, ranks, monkeypatch, capsys
+):
+    """After a text of one second that waited for reads for a part of it."""
+    monkeypatch.setattr(generate, "measure_gain", measure := Mock(return_value=gain))
+    config = SimpleNamespace(mode=mode)
+    session = SimpleNamespace(config=config, ranks=ranks, facts=None, reader=None)
+    r = SimpleNamespace(generation_tokens=tokens, generation_tps=tokens)
+    generate._say_gain(session, r, wait_s, "a model")
+    err = capsys.readouterr().err
+    assert measure.call_count == measured and said in err
+    assert bool(err) == bool(said) == ("moelab repack 'a model' OUT" in err)
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,15 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from moelab.checkpoint import Checkpoint, mlx_lm_model
-from moelab.experts import expert_modules, locate_experts
+from moelab import StreamConfig
 from moelab.lab import oscache, records
 from moelab.lab.models import folder
-from moelab.streaming.reading.ranges import Ranges
+from moelab.repack import expert_ranges, memory_for, read_s
+from moelab.streaming.facts import ModelFacts
 from moelab.streaming.reading.reader import Reader
-from moelab.streaming.residency.bank import ranges
 
 A_CALL = 8  # experts in a call
 PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of so many bytes
@@ -34,7 +31,7 @@ def bench_reads(path, depths, nbytes, rounds):
     """Read whole experts with each reader; a row is a run."""
     path, fio = folder(path), shutil.which("fio")
     file, layers = _experts_of_largest_file(path)
-    sizes = sorted({t.nbytes for parts in layers for t in parts})
+    sizes = sorted({n for of in layers for _, n in of})
     settings = {"model": path.name, "file": file.name, "cache_state": "cold", "fio": bool(fio)}
     settings |= {"nbytes_a_run": nbytes, "block_sizes": sizes}
 
@@ -55,56 +52,37 @@ def bench_reads(path, depths, nbytes, rounds):
 
 def _experts_of_largest_file(path):
     """The largest file with experts, and what is read of each layer's experts in it."""
-    checkpoint = Checkpoint(path)
-    model, _ = mlx_lm_model(checkpoint)
-    located = locate_experts(model, checkpoint)
-    file = max({t.files[0] for t in located.values()}, key=lambda f: f.stat().st_size)
-    here = {name: t for name, t in located.items() if t.files[0] == file}
-    layers = (
-        [t for name, t in here.items() if name.startswith(layer + ".")]
-        for layer, _ in expert_modules(model)
-    )
-    return file, [_pieces(parts) for parts in layers if parts]
-
-
-def _pieces(parts):
-    """Join parts that lie together on disk into one tensor."""
-    by_name = {t.name: t for t in parts}
-    return [
-        replace(by_name[names[0]], nbytes=sum(by_name[n].nbytes for n in names))
-        for names in ranges(by_name)
-    ]
+    layers = expert_ranges(ModelFacts.of(path, StreamConfig()).located)
+    file = max({t.files[0] for of in layers for t, _ in of}, key=lambda f: f.stat().st_size)
+    here = ([(t, n) for t, n in of if t.files[0] == file] for of in layers)
+    return file, [of for of in here if of]
 
 
 def _read_experts(file, layers, depth, nbytes, order):
     """Bytes per second of distinct experts in random order."""
-    places = [(parts, e) for parts in layers for e in range(len(parts[0].offsets))]
+    places = [(of, e) for of in layers for e in range(len(of[0][0].offsets))]
     order.shuffle(places)
-    one = max(sum(t.nbytes for t in parts) for parts in layers)
+    one = max(sum(n for _, n in of) for of in layers)
     places = places[: max(A_CALL, nbytes // one)]
-    buffers = [memoryview(bytearray(one)) for _ in range(A_CALL)]
-    for view in buffers:  # touch the memory, so that it is there before the clock starts
-        view[::PAGE_NBYTES] = b"\0" * len(view[::PAGE_NBYTES])
+    memory = memory_for(layers, A_CALL)
+    memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # it is there before the clock starts
     reader = Reader(depth)
     try:
-        opened = reader.open(file)
+        reader.open(file)
         oscache.drop_pages(file)
-        begin = time.perf_counter()
+        seconds = 0
         for first in range(0, len(places), A_CALL):
-            reads = []
-            for (parts, e), view in zip(places[first : first + A_CALL], buffers):
-                for t in parts:
-                    reads.append((opened, t.offsets[e], [view[: t.nbytes]]))
-                    view = view[t.nbytes :]
-            reader.read(Ranges.of(reads))
-        return reader.nbytes / (time.perf_counter() - begin)
+            call = places[first : first + A_CALL]
+            wanted = [(file, t.offsets[e], n) for of, e in call for t, n in of]
+            seconds += read_s(reader, wanted, memory)
+        return reader.nbytes / seconds
     finally:
         reader.close()
 
 
-def _fio(fio, file, parts, depth, nbytes, seed):
+def _fio(fio, file, pieces, depth, nbytes, seed):
     """Bytes per second of fio's random reads of these sizes, ``depth`` threads of one read each."""
-    sizes = [-(-t.nbytes // PAGE_NBYTES) * PAGE_NBYTES for t in parts]
+    sizes = [-(-n // PAGE_NBYTES) * PAGE_NBYTES for _, n in pieces]
     split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
     split[max(split)] += 100 - sum(split.values())
     # Each thread has its own part, so that none finds another's blocks in the page cache.

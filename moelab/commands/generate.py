@@ -3,6 +3,7 @@
 import argparse
 import io
 import secrets
+import shlex
 import sys
 from functools import partial
 
@@ -13,6 +14,8 @@ from mlx_lm.sample_utils import make_sampler
 
 from .. import StreamConfig, load, stats
 from ..prompt import encode, from_prompt_on, templated, vocabulary
+from ..repack import measure_gain
+from ..streaming.config import SLOT_MODES
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments
@@ -20,6 +23,9 @@ from .argument_types import at_least, json_object, not_empty, positive, prompt_t
 from .drafting import leave_room, open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
+
+# ``repack`` is named after a text of at least so many tokens that it would make so much faster.
+LEAST_TOKENS, WORTH = 32, 1.2
 
 
 def generate(args: argparse.Namespace, config: StreamConfig) -> None:
@@ -87,7 +93,11 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
                 before = _needed(model)
             out.write(r.text)
             out.flush()
-        out.write(f"\n\n[{_figures(r, _needed(model) - before)}]\n" if verbose else "\n")
+        needed = _needed(model) - before
+        out.write(f"\n\n[{_figures(r, needed)}]\n" if verbose else "\n")
+        out.flush()
+        if verbose:
+            _say_gain(session, r, needed[-1], args.model)
 
 
 def _check_tokens(size, tokenizer, args):
@@ -109,9 +119,28 @@ def _check_tokens(size, tokenizer, args):
 
 
 def _needed(model):
-    """Count so far: experts found in slots, experts missing there, bytes read."""
-    phases = stats(model)
-    return np.sum([(c.hits, c.misses, c.bytes_read) for c in (phases.prefill, phases.decode)], 0)
+    """Count so far: experts in slots, experts missing there, bytes read, seconds of waits."""
+    phases = (stats(model).prefill, stats(model).decode)
+    return np.sum([(c.hits, c.misses, c.bytes_read, c.wait_s) for c in phases], 0)
+
+
+def _say_gain(session, r, wait_s, path):
+    """Say on stderr if ``repack`` would gain much for a text that waited for reads so long."""
+    time_s = r.generation_tokens / r.generation_tps
+    # Even reads that take no time might gain too little, and a text's first tokens read the most.
+    could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= LEAST_TOKENS
+    if not could or session.ranks or session.config.mode not in SLOT_MODES:
+        return
+    if (gain := measure_gain(session.facts, session.reader)) is None:
+        return
+    low, times, high = gain.speedups(time_s, wait_s)
+    if low > WORTH:
+        print(
+            f"moelab: {wait_s / time_s:.0%} of this text's time were waits for reads, and {gain}: "
+            f"a repacked model would write about {times:.1f} [{low:.1f}, {high:.1f}] times as fast "
+            f"(python -m moelab repack {shlex.quote(path)} OUT)",
+            file=sys.stderr,
+        )
 
 
 def _figures(r, needed):
@@ -123,7 +152,7 @@ def _figures(r, needed):
     line += f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
     if getattr(r, "drafted", 0):
         line += f"; {r.accepted} of {r.drafted} drafts accepted"
-    hits, misses, nbytes = needed
+    hits, misses, nbytes, _ = needed
     if hits + misses and r.generation_tokens > 1:
         read = f"{nbytes / (r.generation_tokens - 1) / 1e6:.2f} MB read for each token"
         line += f"; hit rate {hits / (hits + misses):.0%}, {read}"

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import shutil
 import statistics
 import time
@@ -19,7 +20,7 @@ from ..shipped import shipped
 from ..streaming.build import build_model
 from ..streaming.facts import ModelFacts
 from ..streaming.model import find, tokenizer_of
-from .machine import READ_NBYTES, card, read_speed
+from .machine import READ_NBYTES, card, cold_gain, read_speed
 from .oscache import drop_pages
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
@@ -146,6 +147,11 @@ def _slots_of(model):
         "of which it reads what is in no slot, from the page cache or the SSD",
         "",
     )
+    if p.slots < p.num_experts and (gain := cold_gain(p.facts, p.direct)):
+        so = "a repack would hardly gain"
+        if gain.quartiles[0] > 1:  # more than chance
+            so = f"`python -m moelab repack {shlex.quote(str(model))} OUT` writes such a copy"
+        yield True, f"{model.name}: {gain}: {so}", ""
 
 
 def check(model: str | Path | None = None) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,10 @@ import mlx.core as mx
 import psutil
 
 from ..memory import memory_limit
+from ..repack import Gain, measure_gain
+from ..streaming.facts import ModelFacts
 from ..streaming.reading import native
+from ..streaming.reading.reader import Reader
 from .oscache import drop_pages
 
 READ_NBYTES = 1 << 20  # about one expert of a large model
@@ -108,3 +111,11 @@ def read_speed(
             return total / (time.perf_counter() - started)
     finally:
         os.close(fd)
+
+
+def cold_gain(facts: ModelFacts, direct: bool) -> Gain | None:
+    """``measure_gain`` where no expert is in memory; ``direct`` as in ``Reader``."""
+    for file in {file for t in facts.located.values() for file in t.files} if not direct else ():
+        drop_pages(file)
+    with closing(Reader(direct=direct)) as reader:
+        return measure_gain(facts, reader)

@@ -2,12 +2,13 @@
 
 from unittest.mock import Mock
 
+import numpy as np
+
 import moelab
 from moelab.lab.experiments import advise as lab_advise
 from moelab.lab.experiments.advise import advise
-from moelab.repack import repack
+from moelab.repack import Gain, repack
 from moelab.replay import locality
-from moelab.replay.advice import Lookahead
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
 
@@ -16,35 +17,23 @@ SIZE = ModelSizes.of(TINY)
 MEMORY = SIZE.other_nbytes + SIZE.K * SIZE.slot_nbytes + 4e6  # hardly any page cache
 TRACE = locality.synthesize(locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4), 120, 8, 64, 8)
 COSTS = Costs(1e-2, 5e-5, 1e-9, 4e-9)
-GOOD = Lookahead(0.7, 0.1, 1e-3)
 
 
-def test_prefetch_and_layout_are_advised_together(tmp_path, monkeypatch):
+def test_a_repack_is_advised_where_it_is_worth_it(tmp_path, monkeypatch):
     packed = repack(TINY, tmp_path / "packed", progress=False)
-    for path, memory, gain, *expected in (
-        (TINY, MEMORY, 1.0, "as it is", "none"),
-        (TINY, MEMORY, 2.0, "packed", "lookahead"),
-        (packed, MEMORY, None, "packed", "lookahead"),
-        (packed, float("inf"), None, "packed", "none"),  # nothing is left to hide
+    for path, gain, expected in (
+        (TINY, Gain(9, np.array([[1e9, 1e9]])), "as it is"),
+        (TINY, Gain(9, np.array([[1e9, 2e9]])), "packed"),
+        (packed, None, "packed"),
     ):
-        monkeypatch.setattr(lab_advise, "measure_packed_gain", Mock(return_value=gain))
-        monkeypatch.setattr(lab_advise, "measure_lookahead", Mock(return_value=GOOD))
-        found = advise(path, memory, TRACE, COSTS)
-        assert [found.layout, found.config.prefetch] == expected
-    refuse = Mock(side_effect=ValueError("its router cannot be asked ahead"))
-    monkeypatch.setattr(lab_advise, "measure_lookahead", refuse)
-    a = advise(packed, MEMORY, TRACE, COSTS)
-    assert a.config.prefetch == "none" and "cannot be asked ahead" in str(a)
-
-
-def test_what_a_lookahead_predicts_is_counted():
-    used, wasted, cost_s = lab_advise.measure_lookahead(TINY, 64)
-    assert 0.5 < used < 0.9 and 0 < wasted < 0.5 and abs(cost_s) < 1
+        monkeypatch.setattr(lab_advise, "cold_gain", Mock(return_value=gain))
+        assert advise(path, MEMORY, TRACE, COSTS).layout == expected
 
 
 def test_what_packed_experts_gain_is_measured():
     a = advise(TINY, 400e6, TRACE, COSTS)
     assert 0 < a.token_s <= 1.02 * min(r.mean_s for r in a.settings.values())
+    assert "in its 9 pieces " in str(a) and "`python -m moelab repack MODEL OUT`" in str(a)
 
 
 def test_as_many_slots_fit_as_plan_takes():

@@ -2,24 +2,33 @@
 
 import os
 
+import numpy as np
 import pytest
 from page_cache import cached_nbytes
 
 from moelab import DATA, StreamConfig, kernels, plan
 from moelab.lab import check, oscache
+from moelab.repack import Gain
 
 MB = 1 << 20
 TINY = DATA / "models/tiny-moe"
 
 
 def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
-    """The slots that the commands take, with the reason; or why none fit."""
+    """The slots that the commands take, with the reason, and what repack gains; or why none fit."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
     assert check.check(TINY) in (True, False)
     *lines, blocks, chosen, _ = capsys.readouterr().out.splitlines()
     assert len(lines) >= 5 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
     assert ("blocks in one piece: 8 DecoderLayer, 8 " in blocks) == kernels.available()
     assert chosen.startswith("[ok] tiny-moe, ") and want.reason.partition(". ")[0] in chosen
+    monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (16 * 10**7, 0))
+    for packed, so in ((3e9, f"`python -m moelab repack {TINY} OUT`"), (2e9, "would hardly gain")):
+        gain = Gain(9, np.array([[2e9, packed]]))  # measured where experts are in no slot
+        monkeypatch.setattr(check, "cold_gain", lambda facts, direct, gain=gain: gain)
+        check.check(TINY)
+        *_, last = capsys.readouterr().out.splitlines()
+        assert last.startswith(f"[ok] tiny-moe: {gain}: ") and so in last
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (10**8, 5 * 10**7))
     assert not check.check(TINY)
     last = capsys.readouterr().out.splitlines()[-1]

@@ -2,16 +2,17 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from moelab.repack import Gain
 from moelab.replay import advice, locality
-from moelab.replay.advice import Lookahead
 from moelab.replay.costs import Costs
 from moelab.replay.sizes import ModelSizes
 
 SIZES = ModelSizes(1_900_000_000, 190_000_000, 1_770_000, 7_900_000, L=4, E=256, K=8)
-LEAST = SIZES.other_nbytes + SIZES.K * SIZES.slot_nbytes
 READS = Costs(0.0, 0.0, 1e-10, 1e-9)
+NO_GAIN = Gain(9, np.array([[1e9, 1e9]]))
 FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
 TRACE = locality.synthesize(FLAT, 200, 4, 256, 8)
 
@@ -34,32 +35,16 @@ def test_it_does_not_take_the_slow_middle():
 
 
 def test_advice_says_what_and_why():
-    a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=1.0)
+    a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=NO_GAIN)
     c = a.config
-    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True) and c.prefetch == "none"
+    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True)
     assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
-    assert "in one piece" in text and "No prefetch" in text and "resident" not in text
+    assert "in one piece" in text and "resident" not in text
     roomy = advice.advise(SIZES, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
     assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
     assert roomy.layout == "packed" and roomy.config.slots <= 256
-
-
-def test_only_packed_experts_with_reads_to_hide_are_worth_a_lookahead():
-    costs = Costs(5e-2, 5e-5, 1e-9, 1e-9)
-    tight = LEAST + 4e6
-    plain = advice.advise(SIZES, tight, TRACE, costs, packed_gain=1.0)
-    assert not plain.prefetch_may_pay and "several pieces" in str(plain)
-    packed = advice.advise(SIZES, tight, TRACE, costs)
-    assert packed.prefetch_may_pay
-    idle = advice.advise(SIZES, tight, TRACE, READS)  # no compute to hide a read behind
-    assert not idle.prefetch_may_pay and "even a perfect prefetch" in str(idle)
-    good = advice.with_lookahead(packed, Lookahead(0.7, 0.1, 1e-3))
-    assert good.config.prefetch == "lookahead" and "predicts 70%" in str(good)
-    assert good.token_s < packed.token_s and good.config.slots == packed.config.slots
-    bad = advice.with_lookahead(packed, Lookahead(0.4, 0.4, 1e-3))
-    assert bad.config.prefetch == "none" and bad.token_s == packed.token_s
 
 
 def test_what_cannot_run_is_refused():
