@@ -1,27 +1,34 @@
-"""Whether another checkout of moelab is as fast as this one: both run in turn, in new processes.
+"""How fast are checkouts of moelab, models and options beside each other? All run in turn.
 
-    python data/recipes/trees.py OTHER MODEL [--rounds 9] [--limit MB] [--option slots=16 ...]
-                                 [--tokens 100] [--prompts 126,400]
+    python data/recipes/trees.py [--rounds 9] [--limit MB] [--first 8] [--warm 20] [--tokens 80]
+        [--prompts [126,400]] [--reads 1] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
-OTHER is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one. Each round runs
-both in random order. Under a limit (memory of the process and its page cache) the model's pages
-are dropped from the cache before each run. It prints medians of both and the quartiles of OTHER's
-seconds over this tree's: above 1, this tree is faster.
+TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
+``StreamConfig``. A round runs all ways in random order, each in a new process. Under a limit
+(memory of the process and its page cache) the model's pages are dropped from the cache before it.
+Medians and quartiles are printed, and those of each way's figures over the first way's, by round.
+
+A run reads a prompt, then a recorded text token by token: the same work for all, and all must
+choose the same tokens. The first ``--warm`` are not timed. The warm-up round records for
+``prefetch=oracle``. ``right=87,found=59`` spoils a router that is always right: 59 of 100 needed
+experts that no slot has are named, and 87 of 100 named ones are needed. ``--reads 1``: in place of
+a token, eight experts are read into slots.
 """
 
-import argparse
 import json
-import statistics
+import random
 import sys
 import time
+from argparse import ArgumentParser, RawTextHelpFormatter
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS = ROOT / "data" / "traces" / "code.npz"
 
 
-def measure(model_path, options, tokens, warm, prompts):
-    """Seconds of this process's tree: import, load, the first call, prompts, and each token."""
+def measure(model_path, options, file, first, warm, tokens, prompts, reads, record, **_):
+    """What a run in this process's tree took, in seconds unless the name says otherwise."""
     begin = time.perf_counter()
     import mlx.core as mx
     import numpy as np
@@ -30,70 +37,128 @@ def measure(model_path, options, tokens, warm, prompts):
     import moelab
 
     imported = time.perf_counter()
+    if right := options.pop("right", 0) / 100:
+        spoil(right, options.pop("found") / 100)
     model, _ = moelab.load(model_path, moelab.StreamConfig(**options))
-    seconds = {"import": imported - begin, "load": time.perf_counter() - imported}
-    text = mx.array(np.load(TOKENS)["tokens"][: max([tokens + 9, *prompts])].astype(np.int64))[None]
+    row = {"import": imported - begin, "load": time.perf_counter() - imported}
+    if options.get("prefetch") == "oracle":
+        model._session.prefetcher.set_trace(moelab.Trace.load(file))
+    text = np.load(ROOT / "data" / "traces" / "code.npz")["tokens"].astype(np.int64)
+    text, chosen, cache = mx.array(text)[None], [], make_prompt_cache(model)
 
-    def took(ids, cache):
-        begin = time.perf_counter()
-        mx.eval(model(ids, cache=cache)[:, -1])
-        return time.perf_counter() - begin
+    def took(begin, end, cache):
+        at = time.perf_counter()
+        chosen.append(mx.argmax(model(text[:, begin:end], cache=cache)[:, -1]).item())
+        return time.perf_counter() - at
 
-    cache = make_prompt_cache(model)
-    seconds["first call"] = took(text[:, :8], cache)
-    each = [took(text[:, i : i + 1], cache) for i in range(8, 8 + tokens)]
-    seconds["token"] = statistics.mean(each[warm:])
+    row["first call"] = took(0, first, cache)
+    call = reading(model) if reads else lambda i: took(first + i, first + i + 1, cache)
+    with moelab.record(model) if record else nullcontext() as trace:
+        for i in range(warm + tokens):
+            if i == warm:
+                moelab.stats(model, reset=True)
+                begin, cpu = time.perf_counter(), time.process_time()
+            call(i)
+    took_s, cpu = time.perf_counter() - begin, 1000 * (time.process_time() - cpu)
+    did = moelab.stats(model).decode
+    if record:
+        trace.save(file)
+    row |= {"token": took_s / tokens, "tok/s": tokens / took_s, "CPU ms": cpu / tokens}
+    row |= {"MB": did.bytes_read / tokens / 1e6, "wait": did.wait_s / tokens}
+    if used := did.prefetch_used:
+        row |= {"right": used / did.prefetch_issued, "found": used / (used + did.misses)}
+    elif did.read_s:  # where guesses are read, it has the seconds of what was waited for
+        row["GB/s"] = did.bytes_read / did.read_s / 1e9
+    if reads:
+        row |= {"kB": did.bytes_read / did.reads / 1e3, "CPU ms a GB": 1e9 * cpu / did.bytes_read}
     for n in prompts:
-        seconds[f"prompt of {n}"] = min(took(text[:, :n], make_prompt_cache(model)) for _ in "12")
+        row[f"prompt of {n}"] = min(took(0, n, make_prompt_cache(model)) for _ in "12")
     moelab.close(model)
-    return seconds
+    return row | {"tokens": chosen}
 
 
-def run(tree, arguments, nbytes):
-    """The seconds of one run in a new process, which imports moelab from ``tree``."""
-    from moelab.lab import limit, oscache  # not in the child: OTHER may lack them
+def spoil(right, found):
+    """Change what a router that is always right names (see the top of this file)."""
+    from moelab.streaming.prefetch import Router
 
-    if nbytes:
-        oscache.drop_pages(arguments[0])
-    command = [sys.executable, __file__, "--child", json.dumps(arguments)]
-    done = limit.run(["env", f"PYTHONPATH={tree}", *command], nbytes)
-    if done.returncode:
-        sys.exit(f"{tree}: ended with {done.returncode}: {done.stderr[-500:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    choose, rng = Router.choose, random.Random(0)
+
+    def spoilt(self, layer, likely, p):
+        experts, changed, p = self._layers[layer], likely.copy(), p.copy()
+        held = {*experts.slots.table.slot_of}
+        others = [e for e in range(experts.num_experts) if e not in held.union(likely.flat)]
+        for at in product(range(len(p)), range(experts.session.top_k if others else 0)):
+            if likely[at] not in held and (drawn := rng.random()) >= found:
+                changed[at] = rng.choice(others)
+                p[at] = p[at] if drawn < found / right else -1  # then it is not named
+        return choose(self, layer, changed, p)[0], likely.ravel().tolist()
+
+    Router.choose = spoilt
+
+
+def reading(model):
+    """A call that reads eight experts into a layer's slots, and others in the layer's next turn."""
+    from moelab.streaming.layers import expert_layers
+    from moelab.streaming.reading import flight
+
+    flight.SPIN_S, layers = 0, expert_layers(model)  # polling would count as a read's cost
+
+    def read(n):
+        turn, (_, layer) = n // len(layers), layers[n % len(layers)]
+        layer._in_call(layer.read, [(8 * turn + k) * 37 % layer.num_experts for k in range(8)])
+
+    return read
+
+
+def way(words, args):
+    """The name of a way, and what gives a round's row of it from a new process."""
+    from moelab.lab import limit, oscache  # not in the child: its tree may lack them
+
+    name, tree, model, *words = words.replace("=", ",", 1).split(",")
+    words, trace = (word.split("=", 1) for word in words), str(ROOT / "build" / f"trees-{name}.npz")
+    options = {key: int(value) if value.isdigit() else value for key, value in words}
+
+    def run(i):
+        record = i < 0 and options.get("prefetch") == "oracle"
+        given = vars(args) | {"model_path": model, "record": record, "file": trace}
+        given |= {"options": options | ({"prefetch": "none"} if record else {})}
+        if args.limit:
+            oscache.drop_pages(model)
+        words = ["env", f"PYTHONPATH={Path(tree).resolve()}", sys.executable, __file__, "--child"]
+        done = limit.run([*words, json.dumps(given)], args.limit * 1_000_000 or None)
+        if done.returncode:
+            sys.exit(f"{name}: ended with {done.returncode}: {done.stderr[-500:]}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return name, run
 
 
 def main():
-    from moelab.lab.records import interleave, paired, q, values
+    from moelab.lab.records import interleave, paired, print_and_save, q, same_tokens, values
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("other", type=Path)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--limit", type=int, help="MB")
-    parser.add_argument("--option", action="append", default=[], help="of StreamConfig: name=value")
-    parser.add_argument("--tokens", type=int, default=100)
-    parser.add_argument("--prompts", default="126,400")
+    parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
+    parser.add_argument("ways", nargs="+", metavar="NAME=TREE,MODEL[,OPTION=VALUE ...]")
+    for name, default in dict(rounds=9, limit=0, first=8, warm=20, tokens=80, reads=0).items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--prompts", type=json.loads, default=[126, 400])
+    parser.add_argument("--out")
     args = parser.parse_args()
-    options = {}
-    for name, _, value in (option.partition("=") for option in args.option):
-        options[name] = int(value) if value.isdigit() else value
-    prompts = [int(n) for n in args.prompts.split(",") if n]
-    arguments = [str(args.model.resolve()), options, args.tokens, args.tokens // 5, prompts]
-    nbytes = args.limit and args.limit * 1_000_000
-    trees = {"other": args.other.resolve(), "this": ROOT}
-    ways = {name: lambda _, tree=tree: run(tree, arguments, nbytes) for name, tree in trees.items()}
-    made = interleave("trees", ways, args.rounds, progress=True)
-    print(made.attrs["machine"], f"n={args.rounds}", sep="\n")
-    for what in made.select_dtypes("number").columns.drop("round"):
-        said = [f"{name} {q(values(made, name, what), '.4g')}" for name in trees]
-        said.append(f"other/this {q(paired(made, 'other', 'this', what), '.3f')}")
-        print(f"{what:30s}", *(f"{cell:36s}" for cell in said))
+    ways = dict(way(words, args) for words in args.ways)
+    made, (first, *_) = interleave("trees", ways, args.rounds, vars(args), progress=True), ways
+    lines = [f"{made.attrs['machine']}, n={args.rounds}, limit {args.limit} MB"]
+    for what, name in product(made.select_dtypes("number").columns.drop("round"), ways):
+        if len(found := values(made, name, what).dropna()):
+            ratio = paired(made, name, first, what)  # empty if the first way has no such figure
+            ratio = q(ratio, ".3f") if len(ratio) else ""
+            lines.append(f"{what:15s} {name:15s} {q(found, '.4g'):30s} {ratio}")
+    lines.append(f"rounds with the tokens of {first}, of all: {(same := same_tokens(made, first))}")
+    print_and_save("\n".join(lines), made, args.out)
+    if not args.reads and any(n != rounds for n, rounds in same.values()):
+        sys.exit("tokens differ")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        print(json.dumps(measure(*json.loads(sys.argv[2]))))
+        print(json.dumps(measure(**json.loads(sys.argv[2]))))
     else:
         main()
