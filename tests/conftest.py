@@ -39,7 +39,7 @@ SLOW = {
     # Each mode and the prefetcher stay, with MLX's kernels.
     "::test_threads_in_turn_and_at_once": "small reads-.*-mlx|reader threads-fused-mlx",
     # One setting of each way to read stays.
-    "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}|cache-.*router",
+    "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}|slots-.*router",
     # Each draft stays: one resident with MLX's kernels, which take 5 times as long, one streamed.
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.

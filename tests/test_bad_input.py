@@ -285,7 +285,8 @@ def test_read_fails_anywhere(mode, good, want, any_reads, monkeypatch):
         views[0][:] = b"\xa5" * len(views[0])
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
+    config = moelab.StreamConfig(mode=mode, slots=SLOTS, prefetch="none")  # as many reads each time
+    with load_model(good, config)[0] as model:
         patch_preadv(monkeypatch, failing)
         near = {"atol": 0 if mode in ("stacked", "fused") else 1e-4, "rtol": 0}
         np.testing.assert_allclose(generate(model), want, **near)

@@ -14,6 +14,7 @@ import pytest
 from families import K
 from faults import patch_preadv, read_in_threads
 from greedy import greedy_logits
+from slots import assert_every_slot_is_there
 
 import moelab
 from moelab.repack import repack
@@ -27,6 +28,7 @@ from moelab.streaming.session import session_of
 
 pytestmark = pytest.mark.skipif(mx.cuda.is_available(), reason="a GPU runs its own kernels")
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
+answer = functools.partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 class Runtime:
@@ -36,8 +38,8 @@ class Runtime:
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrKernelExecTimeout=17)
 
     def __init__(self):
-        self.memory, self.copied, self.in_graph, self.time_limit = {}, 0, 0, 0
-        self.fetched = 0
+        self.memory, self.time_limit = {}, 0
+        self.copied = self.fetched = self.in_graph = 0
 
     def cudaHostAlloc(self, nbytes, flags):
         memory = ctypes.create_string_buffer(nbytes)
@@ -55,9 +57,8 @@ class Runtime:
         return 0, b"out of memory"
 
     def kernel(self, name, more, outputs, source):
-        if name.startswith("fetch"):
-            return functools.partial(self.fetch, *map(int, name.split("_")[1:]))
-        return {"post": self.post, "send": self.send}[name]
+        call, *sizes = name.split("_")
+        return functools.partial(getattr(self, call), *map(int, sizes))
 
     def post(self, indices, after, address, **_):
         mx.eval(after)
@@ -129,54 +130,66 @@ def runtime(monkeypatch):
 def want(hybrid):
     """By type: the logits of a prompt and of four tokens after it, read without copies."""
 
-    def logits(dtype):
+    logits = {}
+    for dtype in ("bfloat16", "float32"):
         config = moelab.StreamConfig(dtype=dtype, slots=K, kernels="mlx")  # as on a GPU
         with load_model(hybrid, config)[0] as model:
-            return greedy_logits(model, PROMPT, 4)
-
-    return {dtype: logits(dtype) for dtype in ("bfloat16", "float32")}
+            logits[dtype] = answer(model)
+    return logits
 
 
 @pytest.fixture(params=("stacked", "packed"))
 def path(request, hybrid, tmp_path):
-    """The hybrid in both layouts."""
-    if request.param == "stacked":
-        return hybrid
-    return repack(hybrid, tmp_path / "packed", progress=False)
+    packed = request.param == "packed"
+    return repack(hybrid, tmp_path / "packed", progress=False) if packed else hybrid
 
 
 def copying(path, **config):
     """A model whose experts are copied, as on a GPU never computed while others are read."""
-    model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", **config}))
-    residency = session_of(model).residency
-    residency._overlap = False
+    model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", "slots": K, **config}))
+    session_of(model).residency._overlap = False
     return model
 
 
-@pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused"))
+def assert_same(model, want):
+    assert np.array_equal(answer(model), want["bfloat16"])
+
+
+@pytest.mark.parametrize("mode", ("serial", "buffers", "stacked", "fused", "ahead"))
 def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, want):
-    with copying(path, mode=mode, slots=K) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    ahead = {"slots": 2 * K, "prefetch": "lookahead"}
+    with copying(path, **(ahead if mode == "ahead" else {"mode": mode})) as model:
+        assert_same(model, want)
         stats = moelab.stats(model)
-        assert runtime.copied == stats.prefill.bytes_read + stats.decode.bytes_read > 0
+        if mode == "ahead":
+            assert stats.decode.prefetch_used > 0
+        else:
+            assert runtime.copied == stats.prefill.bytes_read + stats.decode.bytes_read > 0
 
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
-def test_pinned_memory_is_used_again_and_freed(
-    piece_nbytes, copies, hybrid, runtime, want, monkeypatch
-):
-    """Also where ranges are read in pieces, and where one kernel cannot make all copies.
+def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
+    """It is used again before. Ranges may be read in pieces, copies made by several kernels.
 
-    A prompt's experts are copied one after the other, behind what is computed.
+    A prompt's experts are copied one after the other, behind what is computed, and the next one's
+    reads begin before one is waited for.
     """
+    begun, finish = [], layer_slots.LayerSlots.finish
+
+    def watched(layer, group):
+        begun.append(len(layer.awaited))
+        finish(layer, group)
+
+    monkeypatch.setattr(layer_slots.LayerSlots, "finish", watched)
     monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)
     monkeypatch.setattr(ranges, "PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr(cuda, "MAX_COPIES", copies)
     read_in_threads(monkeypatch)
-    model = copying(hybrid, slots=K, readers=2)
+    model = copying(hybrid, readers=2)
     for _ in range(2):
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        assert_same(model, want)
         assert 1 < len(runtime.memory) <= 4  # and the mailbox
+    assert begun[0] == 2
     moelab.close(model)
     del model
     gc.collect()
@@ -184,15 +197,13 @@ def test_pinned_memory_is_used_again_and_freed(
 
 
 @pytest.mark.parametrize("time_limit", (0, 1))
-def test_the_gpu_waits_for_reads_unless_it_ends_long_kernels(
-    time_limit, hybrid, runtime, want, monkeypatch
-):
+def test_the_gpu_waits_unless_it_ends_long_kernels(time_limit, hybrid, runtime, want, monkeypatch):
     read_in_threads(monkeypatch)
     preadv = os.preadv
     patch_preadv(monkeypatch, lambda *a: time.sleep(2e-3) or preadv(*a))
     runtime.time_limit = time_limit
-    with copying(hybrid, slots=K) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+    with copying(hybrid) as model:
+        assert_same(model, want)
     assert (runtime.in_graph == 0) == bool(time_limit)
 
 
@@ -208,15 +219,9 @@ def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monke
         return done
 
     monkeypatch.setattr(native, "read", watched)
-    with copying(hybrid, slots=K) as model:
-        greedy_logits(model, PROMPT, 4)
+    with copying(hybrid) as model:
+        answer(model)
     assert flags and all(flags)
-
-
-def test_prefetched_experts_are_right(hybrid, runtime, want):
-    with copying(hybrid, slots=2 * K, prefetch="lookahead") as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-        assert moelab.stats(model).decode.prefetch_used > 0
 
 
 @pytest.mark.parametrize("slots", [K, 2 * K])
@@ -224,56 +229,73 @@ def test_what_is_converted_is_not_copied(any_reads, slots, hybrid, runtime, want
     """In several parts, whose reads are looked at while they run."""
     monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     with copying(hybrid, dtype="float32", kernels="mlx", slots=slots) as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["float32"])
+        assert np.array_equal(answer(model), want["float32"])
         assert not runtime.copied
 
 
-def test_memory_that_cannot_be_had_is_an_error(hybrid, runtime, want, monkeypatch):
-    with copying(hybrid, slots=K) as model:
-        with monkeypatch.context() as patch:
-            patch.setattr(runtime, "cudaHostAlloc", lambda *_: (2, 0))
-            with pytest.raises(RuntimeError, match="CUDA: out of memory"):
-                greedy_logits(model, PROMPT, 4)
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+def no_memory(patch, runtime, _):
+    patch.setattr(runtime, "cudaHostAlloc", lambda *_: (2, 0))
 
 
-@pytest.mark.parametrize("first", (0, 40, 120))
-def test_a_read_that_fails_is_an_error(any_reads, first, hybrid, runtime, want, monkeypatch):
-    with copying(hybrid, slots=K) as model:
+def no_read(first):
+    def fails(patch, *_):
         preadv, calls = os.preadv, itertools.count()
-        with monkeypatch.context() as patch:
-            patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
-            with pytest.raises(ReadError, match="got 0"):
-                greedy_logits(model, PROMPT, 4)
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
+
+    return fails
+
+
+def no_slots(patch, _, model):
+    patch.setattr(session_of(model).layers[-1].slots.host, "slots", lambda *_: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "fails, source, error, said",
+    [
+        (no_memory, "disk", RuntimeError, "CUDA: out of memory"),
+        *((no_read(n), "disk", ReadError, "got 0") for n in (0, 40, 120)),
+        (no_slots, "host", ZeroDivisionError, "division"),  # what the GPU's slots hold is forgotten
+    ],
+)
+def test_after_an_error_the_next_call_is_right(
+    fails, source, error, said, any_reads, hybrid, runtime, want, monkeypatch
+):
+    with copying(hybrid, source=source) as model:
+        if source == "host":
+            assert_same(model, want)
+        with monkeypatch.context() as patch, pytest.raises(error, match=said):
+            fails(patch, runtime, model)
+            answer(model)
+        assert_same(model, want)
 
 
 def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatch):
     read_in_threads(monkeypatch)
-    with copying(hybrid, slots=K, readers=2) as model:
-        seen = []
+    seen, real = [], uploading.UploadingReader.start
 
-        def interrupted(self, *args):
-            begun = real(self, *args)
-            seen.append(begun.memory)
-            raise KeyboardInterrupt
+    def interrupted(self, *args):
+        seen.extend(b.memory for b in real(self, *args))
+        raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            real = uploading.UploadingReader.start
+    with copying(hybrid, readers=2) as model:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(uploading.UploadingReader, "start", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                greedy_logits(model, PROMPT, 4)
+            answer(model)
         assert seen and all(memory.flags.all() for memory in seen)
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+        assert_same(model, want)
 
 
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
-def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want):
+def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want, monkeypatch):
+    """Also in slots that take the place of others, of which some were given back."""
+    monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):
-            assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
+            assert_same(model, want)
         assert runtime.fetched > 0 and moelab.stats(model).decode.bytes_read == 0
+        session_of(model).residency.resize(K)
+        assert_same(model, want)
 
 
 @pytest.mark.parametrize("policy", EVICTION)
@@ -289,31 +311,8 @@ def test_host_and_gpu_agree_on_what_the_slots_hold(policy, hybrid, runtime):
             stats = moelab.stats(model)
             phases = stats.prefill, stats.decode
             read[source] = [(c.tokens, c.calls, c.hits, c.misses) for c in phases]
-            for layer in session_of(model).layers:
-                slots = [*layer.slots.table.slot_of.values()]
-                assert len({*slots}) == len(slots)
+            assert_every_slot_is_there(model)
     assert read["host"] == read["disk"]
-
-
-def test_a_call_that_fails_forgets_what_the_gpus_slots_hold(hybrid, runtime, want, monkeypatch):
-    with copying(hybrid, slots=K, source="host") as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-        last = session_of(model).layers[-1]
-        with monkeypatch.context() as patch:
-            patch.setattr(last.slots.host, "slots", lambda *_: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                mx.eval(model(mx.array([[3]])))
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-
-
-def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
-    hybrid, runtime, want, monkeypatch
-):
-    monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
-    with copying(hybrid, slots=3 * K, source="host") as model:
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
-        session_of(model).residency.resize(K)
-        assert np.array_equal(greedy_logits(model, PROMPT, 4), want["bfloat16"])
 
 
 @pytest.mark.parametrize(
@@ -326,24 +325,20 @@ def test_slots_that_are_given_back_are_filled_from_the_hosts_memory(
         ({}, {"cuda.available": False}, "needs a CUDA GPU"),
     ],
 )
-def test_what_cannot_come_from_the_hosts_memory_is_refused(
-    config, patched, error, hybrid, runtime, monkeypatch
-):
+def test_what_the_host_cannot_give(config, patched, error, hybrid, runtime, monkeypatch):
     for name, value in patched.items():
         monkeypatch.setattr(f"moelab.streaming.{name}", lambda value=value: value)
     with pytest.raises(ValueError, match=error):
         copying(hybrid, **{"slots": K, "source": "host", **config})
 
 
-@pytest.mark.parametrize("why", ("no cuda-bindings", "turned off"))
-def test_where_nothing_of_this_is_used(why, hybrid, monkeypatch):
+@pytest.mark.parametrize("runtime, copies", [(None, "1"), (Runtime(), "0")])
+def test_without_cuda_bindings_or_turned_off(runtime, copies, hybrid, monkeypatch):
     monkeypatch.setattr(cuda, "runtime", Runtime())
     monkeypatch.setattr(cuda, "on_cuda", lambda: True)
     assert cuda.available()
-    if why == "turned off":
-        monkeypatch.setenv("MOELAB_CUDA_COPIES", "0")
-    else:
-        monkeypatch.setattr(cuda, "runtime", None)
+    monkeypatch.setattr(cuda, "runtime", runtime)
+    monkeypatch.setenv("MOELAB_CUDA_COPIES", copies)
     with load_model(hybrid)[0] as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader

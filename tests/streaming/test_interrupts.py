@@ -9,7 +9,6 @@ import threading
 from concurrent.futures._base import _AcquireFutures
 from functools import partial
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -18,25 +17,19 @@ from faults import read_in_threads
 from greedy import greedy_logits
 from interrupts import Interrupt
 from mlx_lm.models.cache import make_prompt_cache
+from slots import assert_every_slot_is_there
 
 import moelab
 from moelab import streaming
 from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
+from moelab.streaming.residency import bank
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import SlotTable
-from moelab.streaming.session import session_of
 
 FAST = os.environ.get("MOELAB_FAST") == "1"
 SLOTS = K + 1
 FIELDS = [{}, {"prefetch": "lookahead"}, {"prefetch": "router"}, {"policy": "lfu"}]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return families.write_checkpoint(
-        "qwen3_moe", tmp_path_factory.mktemp("interrupts") / "m", "affine4"
-    )
 
 
 def answer(model):
@@ -44,29 +37,21 @@ def answer(model):
     return greedy_logits(model, [5, 36, 67, 2, 33, 64, 95], 4)
 
 
-def assert_every_slot_is_there(model):
-    for layer in session_of(model).layers:
-        table, job = layer.slots.table, layer.slots.job
-        held, reserved = list(table.slot_of.values()), list(job.slots.values()) if job else []
-        assert sorted(held + table._free + reserved) == list(range(table.num_slots)), layer.path
-
-
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
-@pytest.mark.parametrize("way", ["small reads", "reader threads", "past the page cache"])
-def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
+@pytest.mark.parametrize("way", ["small reads", "reader threads", "into slots", "by a buffer"])
+def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
     """Before every line that a prompt and two tokens run through, one after the other."""
-    prompt, kernels, reads = [7, 11, 13, 17], "mlx", "cached"
-    if way == "past the page cache":  # long enough to read ahead
-        prompt, kernels, reads = [*prompt, 19, 23, 29, 31, 37], "auto", "direct"
+    prompt, config = [7, 11, 13, 17], {"slots": SLOTS, "kernels": "mlx", **fields}
+    if way in ("into slots", "by a buffer"):  # long enough to read ahead
+        prompt += [19, 23, 29, 31, 37]
+        config |= {"kernels": "auto", "reads": "direct"}
+        monkeypatch.setattr(bank, "ROOM_SHARE", 100 if way == "into slots" else -1)
     if way == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     if fields.get("prefetch") == "router":
-        kernels = "auto"
-    model, _ = load_model(
-        path, moelab.StreamConfig(**{"slots": SLOTS, "kernels": kernels, "reads": reads, **fields})
-    )
-    with model:
+        config["kernels"] = "auto"
+    with load_model(moe, moelab.StreamConfig(**config))[0] as model:
         want = answer(model)
         n, placed = 1, 0
         while True:
@@ -88,10 +73,10 @@ def test_an_interrupt_at_any_line(path, fields, way, monkeypatch):
         assert placed > 20
 
 
-def test_ctrl_c_while_reads_are_waited_for(path, monkeypatch, in_time):
+def test_ctrl_c_while_reads_are_waited_for(moe, monkeypatch, in_time):
     """While ``wait`` holds the locks that a thread needs to report the end of its read."""
     read_in_threads(monkeypatch)
-    model, _ = load_model(path, moelab.StreamConfig(slots=SLOTS, kernels="mlx"))
+    model, _ = load_model(moe, moelab.StreamConfig(slots=SLOTS, kernels="mlx"))
     want, read, came = answer(model), Reader.read_here, threading.Event()
     monkeypatch.setattr(Reader, "read_here", lambda *args: came.wait(60) and read(*args))
 

@@ -26,7 +26,6 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
 PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-1]]
-TEXTS = ["def add(a, b):", "import os\n", "class Foo:", "for i in range"] * 2
 
 
 def written(model, prompt):
@@ -42,7 +41,6 @@ def written(model, prompt):
 
 
 def greedy(model, prompt, steps=6):
-    """The first tokens of a text."""
     return [*itertools.islice(written(model, prompt), steps)]
 
 
@@ -82,11 +80,12 @@ def test_threads_in_turn_and_at_once(hybrid, fields, any_reads):
 def test_a_trained_model_in_eight_threads():
     """mlx-lm's own loop on tiny-moe."""
     model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=16))
-    generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=4)
+    texts = ["def add(a, b):", "import os\n", "class Foo:", "for i in range"] * 2
     with model:
-        want = [{generate(p)} for p in TEXTS]
-        rounds = 1 if FAST else 100
-        assert in_threads(lambda text: {generate(text) for _ in range(rounds)}, TEXTS) == want
+        generate = functools.partial(mlx_lm.generate, model, tokenizer, max_tokens=4)
+        want = [{generate(p)} for p in texts]
+        rounds = range(1 if FAST else 100)
+        assert in_threads(lambda text: {generate(text) for _ in rounds}, texts) == want
 
 
 def test_a_generation_that_wanders_from_thread_to_thread(hybrid):
@@ -183,28 +182,23 @@ from moelab.streaming.model import load_model
 path, n, found = sys.argv[1], int(sys.argv[2]), {}
 config = moelab.StreamConfig(slots=2, kernels="mlx")
 
-def once(way):
-    if way == "failed":
-        with contextlib.suppress(ValueError, OSError):
-            moelab.load(path, config)  # there is no tokenizer
-        return
-    model, _ = load_model(path, config)
-    mx.eval(model(mx.array([[1, 2, 3, 4, 5, 6, 7]])))
-    if way == "closed":
-        moelab.close(model)
-
-def state():
+def state(way, n):
+    for _ in range(n):
+        if way == "failed":
+            with contextlib.suppress(ValueError, OSError):
+                moelab.load(path, config)  # there is no tokenizer
+            continue
+        model, _ = load_model(path, config)
+        mx.eval(model(mx.array([[1, 2, 3, 4, 5, 6, 7]])))
+        if way == "closed":
+            moelab.close(model)
+        del model
     gc.collect()
     own = psutil.Process()
     return own.num_threads(), own.num_fds(), own.memory_info().rss / 1e6
 
 for way in ("closed", "dropped", "failed"):
-    for _ in range(n // 3):
-        once(way)
-    before = state()
-    for _ in range(n):
-        once(way)
-    found[way] = before, state()
+    found[way] = state(way, n // 3), state(way, n)
 print(json.dumps(found))
 """
 
