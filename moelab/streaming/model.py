@@ -339,7 +339,8 @@ def _stream(model, experts, session):
     model.update_modules(tree_unflatten(streamed))
     # These are weak: the layers refer to the session, and a model without cycles is freed at once.
     session.layers = [weakref.proxy(module) for _, module in streamed]
-    _populate(session.residency.layers)
+    if can_empty():  # MLX takes a GPU's memory, and the host must not touch it
+        _populate(session.residency.layers)
     blocks = [weakref.proxy(block) for block in moe_blocks(model)]
     if config.prefetch in PREFETCHERS:
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
@@ -354,7 +355,7 @@ def _stream(model, experts, session):
 
 def _populate(layers):
     """Take the slots' memory, in huge pages as long as these come fast."""
-    huge = can_empty()
+    huge = True
 
     def take(layer):
         nonlocal huge
