@@ -159,7 +159,7 @@ def test_the_plan_is_told_on_stderr(capsys, monkeypatch):
 def test_repack_is_named_where_it_gains(
     said, measured, tokens, wait_s, gain, mode, ranks, monkeypatch, capsys
 ):
-    """After a text of one second that waited for reads for a part of it."""
+    """The text took one second, of which ``wait_s`` were spent waiting for reads."""
     monkeypatch.setattr(generate, "measure_gain", measure := Mock(return_value=gain))
     config = SimpleNamespace(mode=mode)
     session = SimpleNamespace(config=config, ranks=ranks, facts=None, reader=None)

@@ -97,7 +97,7 @@ def spoil(right, found):
 
 
 def reading(model):
-    """A call that reads eight experts into a layer's slots, and others in the layer's next turn."""
+    """A function that reads eight experts of one layer into slots: each time others, in turn."""
     from moelab.streaming.layers import expert_layers
     from moelab.streaming.reading import flight
 

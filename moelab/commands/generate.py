@@ -125,7 +125,7 @@ def _needed(model):
 
 
 def _say_gain(session, r, wait_s, path):
-    """Say on stderr if ``repack`` would gain much for a text that waited for reads so long."""
+    """Say on stderr if the text would have come much faster from a repacked model."""
     time_s = r.generation_tokens / r.generation_tps
     # Even reads that take no time might gain too little, and a text's first tokens read the most.
     could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= LEAST_TOKENS

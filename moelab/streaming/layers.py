@@ -76,7 +76,7 @@ class StreamedExperts(nn.Module):
             return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
         if (y := self._without_waiting(x, indices)) is not None:
             return y
-        asked = self._ask(x)
+        asked = self._ask(x) if session.residency.prefetches else []
         routed = session.routing(indices, asked)
         session.count(self.index, routed)
         if session.ranks is None:
@@ -117,12 +117,11 @@ class StreamedExperts(nn.Module):
     def _ask(self, x):
         session = self.session
         # A prompt needs nearly all experts.
-        asks = session.residency.prefetches and session.counting.decoding
-        return session.prefetcher.ask(self.index, x) if asks else []
+        return session.prefetcher.ask(self.index, x) if session.counting.decoding else []
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keeps S slots in one array for each projection, which one gather computes (SwiftLM PR 90).
+    """Keeps S slots, of which one gather for each projection computes a call (SwiftLM PR 90).
 
     A call that needs more experts than slots is computed in parts, and reads each at most once.
     """
@@ -236,7 +235,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
 
 class Fused(Stacked):
-    """``Stacked`` with gate and up, if they are alike, in one buffer, which saves a gather."""
+    """``Stacked`` with gate and up as one matrix, if they are alike and lie side by side."""
 
     gate_with_up = True
 

@@ -4,8 +4,9 @@ from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# Of any ``WINDOW`` calls in a row, trying may cost so many calls' time, by what it measures. First
-# measures are often too low: with 0.8 it costs 0.3 to 1.2 in the mean (simulated, eight regimes).
+# In any ``WINDOW`` calls in a row the slower side may cost the time of so many calls. The trial
+# knows the cost from its own measures, which at first are often too low: with 0.8 the true cost was
+# 0.3 to 1.1 calls, the mean of each of eight simulated regimes.
 WINDOW, COST = 128, 0.8
 SETTLE = 2  # calls that are not compared: they record programs, or follow a prompt
 # Pairs of calls that are compared, and the fewest that decide: a single call may be disturbed.

@@ -133,7 +133,7 @@ class TableCode(Code):
         return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
 
     def land(self, row, place, arrived):
-        """Bring bytes from ``place`` on to a row's iovecs if they have arrived, and fill in GOT."""
+        """If a row's bytes have arrived at ``place``, move them to its iovecs; fill in GOT."""
         iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
         iovecs, memmove = self.pointer(iov, I64), self.libc("memmove", I64, I64, I64)
 

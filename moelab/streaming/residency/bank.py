@@ -38,7 +38,8 @@ from ..reading.ranges import Ranges
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python does not name it
 # Seconds a byte. Huge pages took 0.2 s a GB, and 1 to 4 where Linux had to move others for them, or
-# a virtual machine's host had taken the memory back; small ones took 0.4 to 1 (2 cores).
+# a virtual machine's host had taken the memory back. Small ones took 0.4 to 1.8 (some ten runs on a
+# busy virtual machine with two cores).
 HUGE_S = 0.6e-9
 
 
@@ -189,9 +190,10 @@ def can_empty() -> bool:
 class Record:
     """How an expert lies in a slot so that reads past the page cache land there, in whole blocks.
 
-    As repacked it is one range, as published one for each parameter. Each has room for the blocks
-    that it begins and ends in. Where all experts begin at the same remainder of a block, as those
-    of a tensor do, the bytes lie where they land. Else they are moved to the begin of the room.
+    In a repacked file an expert is one range, in a published one each parameter is a range. A slot
+    has room for all blocks of the disk that a range touches. If the range begins equally far from
+    its block's begin for all experts, its bytes stay where they land. Else they are moved to the
+    first byte of the room.
     """
 
     nbytes: int  # of a slot
@@ -284,9 +286,10 @@ def _tables(groups):
 def _parts(parameters, fuse, record):
     """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
 
-    Those of a record share one, with ``fuse`` gate and up share one, and any other has its own.
-    Returns the elements of each buffer but the record; for each parameter the buffer, the first
-    element and the first behind it; and for each of the module buffer, first element, shape, type.
+    All parameters of a record are in one buffer. Outside of it each has a buffer of its own, which
+    gate and up share with ``fuse``. Returns three dictionaries: the number of elements of each
+    buffer outside; each parameter's buffer, first element and end; and for each parameter of the
+    module its buffer, first element, shape and type.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
