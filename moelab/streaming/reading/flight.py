@@ -47,6 +47,7 @@ class Queue:
         self._events = np.zeros((DEPTH, 4), np.int64)
         self._process, self._lock = os.getpid(), threading.Lock()
         self._flying = []  # keeps for each flight what its reads need until they have ended
+        self.counted_s = 0.0  # until when the time of reads has been counted
         _queues.add(self)
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
@@ -141,10 +142,15 @@ class Flight:
         if (self.table[:, GOT] != self.table[:, NBYTES]).any():
             read_ranges(self.ranges.left(self.table))
             waited = True
-        took_s = time.perf_counter() - self.begin
+        now, counted_s = time.perf_counter(), self.queue.counted_s
         check_unchanged(self.ranges.files.values())
-        self.count(len(self.table), self.ranges.nbytes, took_s if waited else 0.0)
-        return took_s
+        # Reads that are in flight together are not counted twice.
+        self.count(
+            len(self.table), self.ranges.nbytes, now - max(self.begin, counted_s) if waited else 0.0
+        )
+        if waited:
+            self.queue.counted_s = now
+        return now - self.begin
 
 
 class _Rows(TableCode):
