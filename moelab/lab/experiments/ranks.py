@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,19 +57,26 @@ def size(n: int) -> str:
 
 def slow(model: nn.Module, rate: float) -> None:
     """Make layers wait as if reads came one after the other, at ``rate`` bytes a second."""
-    reader, free = session_of(model).reader, [0.0]
-    start, finish = reader.start, reader.finish
+    reader, free, due = session_of(model).reader, [0.0], WeakKeyDictionary()
+    finish = reader.finish
 
-    def started(ranges, step=None):
-        free[0] = max(free[0], time.perf_counter()) + ranges.nbytes / rate
-        return start(ranges, step)
+    def slowed(start):
+        def started(ranges, step=None):
+            reads = start(ranges, step)
+            for read, part in zip(reads, ranges.divided(step)):
+                free[0] = due[read] = max(free[0], time.perf_counter()) + part.nbytes / rate
+            return reads
+
+        return started
 
     def finished(reads):
         took_s = finish(reads)
-        time.sleep(max(0.0, free[0] - time.perf_counter()))
+        until = max((due[read] for read in reads), default=0.0)
+        time.sleep(max(0.0, until - time.perf_counter()))
         return took_s
 
-    reader.start, reader.finish = started, finished
+    reader.start, reader.start_ahead = slowed(reader.start), slowed(reader.start_ahead)
+    reader.finish = finished
 
 
 def _own(layer):
