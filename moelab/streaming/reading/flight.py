@@ -139,15 +139,15 @@ class Flight:
         while pending(self.table):
             self.queue.reap(wait=time.perf_counter() - begin > SPIN_S)
             waited = True
-        if (self.table[:, GOT] != self.table[:, NBYTES]).any():
+        nbytes = self.table[:, NBYTES].tolist()
+        if self.table[:, GOT].tolist() != nbytes:
             read_ranges(self.ranges.left(self.table))
             waited = True
         now, counted_s = time.perf_counter(), self.queue.counted_s
         check_unchanged(self.ranges.files.values())
         # Reads that are in flight together are not counted twice.
-        self.count(
-            len(self.table), self.ranges.nbytes, now - max(self.begin, counted_s) if waited else 0.0
-        )
+        took_s = now - max(self.begin, counted_s) if waited else 0.0
+        self.count(len(nbytes), sum(nbytes), took_s)
         if waited:
             self.queue.counted_s = now
         return now - self.begin

@@ -71,7 +71,7 @@ class Reader:
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
         self._demand = None  # a lock that is held while a layer waits for reads
-        self._demanded = []  # the reads that a layer began and may still wait for
+        self._demanded = []  # the reads by threads that a layer began and may still wait for
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -85,8 +85,10 @@ class Reader:
         Each of ``step`` ranges (None: all) can be waited for by itself.
         """
         self.check_open()
+        if flights := self.fly(ranges, step):
+            return flights
         self._begin_demand()
-        reads = self.fly(ranges, step) or [Threads(self._read(r)) for r in ranges.divided(step)]
+        reads = [Threads(self._read(r)) for r in ranges.divided(step)]
         self._demanded += reads
         return reads
 
@@ -177,7 +179,8 @@ class Reader:
         try:
             return max([read.result() for read in reads], default=0.0)
         finally:
-            self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
+            if self._demanded:
+                self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
             if not self._demanded:
                 self._end_demand()
 
