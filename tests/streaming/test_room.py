@@ -17,7 +17,6 @@ from greedy import greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab import kernels
 from moelab.lab import limit
 from moelab.memory import PAGE_S
 from moelab.streaming import plan as plans
@@ -111,7 +110,6 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 @pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
-    """The slots that a prompt needs are filled while the layers before it are computed."""
     prompt = LONG[:150]
     with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
         want = greedy_logits(model, prompt, 12)
@@ -122,10 +120,7 @@ def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
         assert session_of(model).plan.prompt_slots < session_of(model).plan.slots
         for _ in range(2):
             assert (greedy_logits(model, prompt, 12) == want).all()
-        stats = moelab.stats(model)
-        if kernels.available():
-            assert stats.prefill.prefetch_used > 0  # counted as the prompt's own
-        assert (stats.decode.prefetch_issued > 0) == (prefetch != "none")
+        assert (moelab.stats(model).decode.prefetch_issued > 0) == (prefetch != "none")
 
 
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")

@@ -63,8 +63,7 @@ class Residency:
     """Brings experts into slots, and knows for each layer which are there.
 
     A layer asks for the experts of a call and gets them as they arrive (``bring``). It touches no
-    slot that it was not handed. This class decides who evicts, prefetches and reads ahead. What a
-    prompt will need is read into the page cache, or past it into its layer's free slots.
+    slot that it was not handed. This class decides who evicts, prefetches and reads ahead.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Residency:
         self._top_k, self._overlap = top_k, overlap
         self.layers, self.prefetches = [], False  # in a mode without slots there are no layers
         self._finish = None  # finishes the reads that the GPU waits for
-        self._next = None  # the layer whose free slots are filled during this call
 
     def add(self, *given) -> LayerSlots:
         """Take the slots of the next layer, given the first four arguments of ``LayerSlots``."""
@@ -107,8 +105,6 @@ class Residency:
                 hits, misses = layer.choose(now, () if at_once else flying)
                 layer.begin(misses)
                 ready = {e: slot for e, slot in hits.items() if e not in flying}
-            if now and not order:
-                self._fill_next()
             if now and at_once and not self._in_parts(layer):
                 if not misses:  # read some: a layer with all experts need not wait for routing
                     layer.read(table.choose(layer.unread()[: self._top_k])[1])
@@ -134,18 +130,18 @@ class Residency:
         layer = self.layers[i]
         layer.collect(())  # what the last call did not need
         experts = layer.of_rank(experts)
-        if not layer.ahead and layer.table.fits(experts):
-            self._begin(layer, experts, kept)
+        if layer.ahead or not layer.table.fits(experts):
+            return
+        if len(self.layers) == 1:  # else other layers' calls evaluated its readers
+            mx.eval(self._handover.pending)
+        if slots := layer.table.reserve(experts, kept):
+            layer.begin_ahead(slots)
 
     def expect(self, tokens: int) -> None:
-        """Begin to read for a prompt of so many tokens, before its first layer is computed."""
+        """Read ahead for a prompt of so many tokens, before its first layer is computed."""
         for layer in self.layers[:1]:
             # A rank's share of the experts is also its share of the pairs.
-            if not self._is_long(layer, tokens * self._top_k * layer.num_owned / layer.num_experts):
-                return
-            if self._reader.direct:
-                self._fill(layer)
-            else:
+            if self._is_long(layer, tokens * self._top_k * layer.num_owned / layer.num_experts):
                 self._read_ahead(layer, range(layer.num_experts), memory_available() // 2)
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
@@ -231,49 +227,27 @@ class Residency:
         return Arrived(slots, layer.bank, is_all=True, copies=copies or ())
 
     def _look(self, i, needed, pairs):
-        """Ask the system to read the experts of a long call, and of the next layer's call.
-
-        If reads go past the page cache, ``_fill_next`` will read those of the next layer's call.
-        """
-        layer, following, self._next = self.layers[i], self.layers[i + 1 : i + 2], None
+        """Ask the system to read the experts of a long call, and of the next layer's call."""
+        layer = self.layers[i]
         if not self._is_long(layer, pairs) or len(needed) < AHEAD_SHARE * layer.num_owned:
-            return
-        if self._reader.direct:
-            self._next = next(iter(following), None)
             return
         room = memory_available() // 2  # pages must still be there when they are needed
         room -= self._read_ahead(layer, needed, room)
-        for other in following:
+        for other in self.layers[i + 1 : i + 2]:
             self._read_ahead(other, range(other.num_experts), room)
-
-    def _fill_next(self):
-        """Begin to read what a prompt needs in the layer after the one of the last ``_look``."""
-        if self._next is not None:
-            self._fill(self._next)
 
     def _is_long(self, layer, pairs):
         """Whether a call of so many (token, expert) pairs needs most experts and so reads ahead.
 
-        On a GPU it does not: prompts wait for Python there more than for the disk, and a thread
-        that asks for ranges holds Python up.
+        Past the page cache it does not: so many reads are in flight that the disk is busy. On a GPU
+        it does not: prompts wait for Python there more than for the disk, and a thread that asks
+        for ranges holds Python up.
         """
-        return self._overlap and pairs >= AHEAD_PAIRS * layer.num_owned
+        ahead = self._overlap and not self._reader.direct
+        return ahead and pairs >= AHEAD_PAIRS * layer.num_owned
 
     def _read_ahead(self, layer, experts, nbytes):
         """Ask the system to cache experts in no slot, at most so many bytes; return their bytes."""
         experts = layer.missing(experts)[: max(0, nbytes // layer.bank.expert_nbytes)]
         self._reader.read_ahead(layer.bank.places(experts))
         return len(experts) * layer.bank.expert_nbytes
-
-    def _fill(self, layer):
-        """Begin to read missing experts into a layer's free slots, as a prompt needs nearly all."""
-        if not layer.ahead:
-            experts = layer.missing(range(layer.num_experts))
-            self._begin(layer, experts[: min(layer.table.num_free, layer.most)])
-
-    def _begin(self, layer, experts, kept=()):
-        """Begin to read those of the experts that are not held and for which there are slots."""
-        if len(self.layers) == 1:  # else other layers' calls evaluated its readers
-            mx.eval(self._handover.pending)
-        if slots := layer.table.reserve(experts, kept):
-            layer.begin_ahead(slots)

@@ -44,11 +44,6 @@ class SlotTable:
         # A use counts this much now. It grows from call to call, so earlier uses need not shrink.
         self._one = 1.0
 
-    @property
-    def num_free(self) -> int:
-        """The number of slots that hold nothing and are not chosen or reserved."""
-        return len(self._free)
-
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
         """Whether distinct experts fit into the slots, of which ``taken`` are not available."""
         return len(experts) + taken <= self.num_slots
