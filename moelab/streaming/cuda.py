@@ -39,6 +39,11 @@ def on_cuda() -> bool:
     return mx.cuda.is_available() and mx.default_device() == mx.gpu
 
 
+def on_metal() -> bool:
+    """Whether MLX computes with its Metal kernels."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
 def available() -> bool:
     """Whether bytes and routing go through pinned memory here."""
     return os.environ.get("MOELAB_CUDA_COPIES") != "0" and on_cuda() and runtime is not None

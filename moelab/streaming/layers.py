@@ -14,17 +14,29 @@ import numpy as np
 
 from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
-from .cuda import on_cuda
+from .cuda import on_cuda, on_metal
 from .fused import can_fuse
 from .handover import FEW_TOKENS
 from .residency.bank import SlotBank
 from .residency.residency import Arrived, Pairs
 from .session import Session
 
-# On CUDA a call's rows (token, expert pairs) decide which kernel MLX takes, and so how it rounds:
-# gather_qmm takes gather_qmv for fewer than 8 rows, and gather_mm takes another kernel for sorted
-# rows, which SwitchGLU makes of 64 rows or more.
-QUANTIZED_ROWS, DENSE_ROWS = 8, 64
+SORTED_ROWS = 64  # SwitchGLU sorts so many rows (token, expert pairs) or more by their expert
+
+
+def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
+    """The least and the most rows with which S slots are computed as E experts with ``size`` rows.
+
+    On a GPU rows decide which kernel MLX takes, and so how it rounds. CUDA's gather_qmm takes
+    gather_qmv for fewer than 8 rows, Metal's gather_qmm_rhs for sorted rows if they are 4 for each
+    matrix or more. gather_mm takes another kernel for sorted rows on both.
+    """
+    if on_cuda():
+        return min(size, 8 if quantized else SORTED_ROWS), size
+    if not on_metal():
+        return 1, size
+    many, of_all = (max(SORTED_ROWS, 4 * n if quantized else 0) for n in (S, E))
+    return (many, size) if size >= of_all else (1, many - 1)
 
 
 class StreamedExperts(nn.Module):
@@ -38,8 +50,7 @@ class StreamedExperts(nn.Module):
         for name, child in module.items():
             if name not in linears:  # a family's code may use its other attributes of the module
                 self[name] = child
-        quantized = all(f"{linear}.scales" in parameters for linear in linears)
-        self._least_rows = QUANTIZED_ROWS if quantized else DENSE_ROWS
+        self.quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self.num_experts = num_experts(module)
         # With ranks: the rank of each expert, ``[E]``, and whether it is this one.
         self._owners = self.owned = None
@@ -97,12 +108,13 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # Pad to the rows that decide which CUDA kernel MLX takes for the whole call.
-            more = max(0, min(flat.size, self._least_rows) - len(mine)) if on_cuda() else 0
-            pairs = np.append(mine, mine[-1:].repeat(more))
+            # All experts' reads may be left to CUDA, which then computes all rows at once.
+            E = self.num_experts
+            least = kernel_rows(flat.size, E, E, self.quantized)[0] if on_cuda() else 0
+            pairs = np.append(mine, mine[-1:].repeat(max(0, least - len(mine))))
             rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # for its shape
-            y = self._compute(rows, some, flat[pairs][:, None], asked)[: len(mine), 0]
+            y = self._compute(rows, some, flat[pairs][:, None], asked, flat.size)[: len(mine), 0]
         else:
             self._compute_nothing(asked)
         row = x.shape[-1], x.dtype  # a rank that computes none cannot know
@@ -193,17 +205,17 @@ class Stacked(StreamedExperts, kernels.FastExperts):
             layer, routed = guess
             session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
-    def _compute(self, x, indices, routed, asked):
+    def _compute(self, x, indices, routed, asked, size=0):
         session, experts = self.session, self.slots.bank.experts
         at_once = self.slots.computes_at_once
         fast = at_once and experts.matrices_for(x) is not None
-        parts, call, y = Parts(x, routed, self._least_rows), None, None
+        parts, call, y = Parts(x, routed, self, size), None, None
         for arrived in self._bring(x, parts, asked, parts.computed):
             if fast:
                 call = call or experts.begin(x, routed.shape)
                 places, slots = parts.of(arrived)
                 call.compute(places, slots)
-            elif arrived.is_all:
+            elif arrived.is_all and routed.size <= parts.rows(arrived.bank)[1]:
                 slots = parts.of(arrived)[1].astype(np.uint32).reshape(routed.shape)
                 slots = session.handover.to_device(slots, indices, arrived.copies)
                 y = experts(x, slots)
@@ -241,27 +253,37 @@ class Fused(Stacked):
 
 
 class Parts(Pairs):
-    """Pairs that MLX's graph computes in parts; ``computed`` has the results ``[pairs, 1, D]``."""
+    """Pairs that MLX's graph computes in parts; ``computed`` has the results ``[pairs, 1, D]``.
 
-    def __init__(self, x: mx.array, routed: np.ndarray, least_rows: int):
+    With ranks they are some of the whole call's ``size`` pairs.
+    """
+
+    def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)
-        self._x, self._least_rows = x, least_rows
+        self._x, self._of_all = x, (size or self.size, layer.num_experts)
+        self._quantized = layer.quantized
         self.computed, self._order = [], []
 
-    def add(self, arrived: Arrived) -> mx.array:
+    def rows(self, bank: SlotBank) -> tuple[int, int]:
+        """The least and the most rows of a call of a bank's slots (see ``kernel_rows``)."""
+        return kernel_rows(*self._of_all, bank.num_slots, self._quantized)
+
+    def add(self, arrived: Arrived) -> list[mx.array]:
         """Compute the pairs of experts that have arrived, with the kernel of the whole call."""
         pairs, slots = self.of(arrived)
         self._order += pairs.tolist()
-        n, rows = len(pairs), self._x.reshape(-1, self._x.shape[-1])
-        if on_cuda():  # repeat the last pair until there are enough rows for the same kernel
-            more = max(0, min(self.size, self._least_rows) - n)
-            pairs, slots = (np.append(a, a[-1:].repeat(more)) for a in (pairs, slots))
-        slots = kernels.to_mlx(slots.astype(np.uint32))
-        slots = slots if arrived.after is None else slots + arrived.after
-        pairs = kernels.to_mlx(pairs.astype(np.int32))
-        y = arrived.bank.experts(rows[pairs // self.shape[-1]], slots[:, None])
-        self.computed.append(y[:n] if len(pairs) > n else y)
-        return self.computed[-1]
+        (least, most), before = self.rows(arrived.bank), len(self.computed)
+        for first in range(0, len(pairs), most):
+            part, its = (a[first : first + most] for a in (pairs, slots))
+            n, rows = len(part), self._x.reshape(-1, self._x.shape[-1])
+            more = max(0, least - n)  # repeat the last pair until there are enough rows
+            part, its = (np.append(a, a[-1:].repeat(more)) for a in (part, its))
+            its = kernels.to_mlx(its.astype(np.uint32))
+            its = its if arrived.after is None else its + arrived.after
+            part = kernels.to_mlx(part.astype(np.int32))
+            y = arrived.bank.experts(rows[part // self.shape[-1]], its[:, None])
+            self.computed.append(y[:n] if more else y)
+        return self.computed[before:]
 
     def result(self) -> mx.array:
         """``[..., K, D]``, once all have arrived."""
@@ -273,8 +295,8 @@ class Parts(Pairs):
 class Serial(StreamedExperts):
     """Read one expert after another into new arrays (SwiftLM's first ``--stream-experts``)."""
 
-    def _compute(self, x, indices, routed, asked):
-        parts = Parts(x, routed, self._least_rows)
+    def _compute(self, x, indices, routed, asked, size=0):
+        parts = Parts(x, routed, self, size)
         for e in parts.needed:
             bank = self._take_bank(1)
             with self.session.counting.read_wait():
@@ -292,8 +314,8 @@ class Buffers(StreamedExperts):
         super().__init__(module, path, layer, session)
         self._bank = self._take_bank(session.top_k)
 
-    def _compute(self, x, indices, routed, asked):
-        parts, K = Parts(x, routed, self._least_rows), self._bank.num_slots
+    def _compute(self, x, indices, routed, asked, size=0):
+        parts, K = Parts(x, routed, self, size), self._bank.num_slots
         experts = parts.needed
         for first in range(0, len(experts), K):
             mx.eval(parts.computed)  # the buffers are about to be overwritten

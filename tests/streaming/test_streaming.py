@@ -1,6 +1,7 @@
 """What the engine reads, counts, evaluates and holds, whatever the family."""
 
 import gc
+import itertools
 
 import families
 import mlx.core as mx
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from families import E, K
 from greedy import greedy_logits
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
@@ -251,31 +254,55 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
                 mx.eval(logits(model, other, history))
 
 
+def mlx_kernel(gpu, rows, matrices, quantized):
+    """Which kernel MLX 0.32 takes for SwitchGLU's projections (its backend/metal and /cuda)."""
+    if quantized and gpu == "cuda":
+        return rows < 8
+    return rows >= 64 and (not quantized or rows // matrices >= 4)
+
+
+@pytest.mark.parametrize("gpu", ("cuda", "metal"))
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), E=st.integers(1, 512), size=st.integers(1, 4096), quantized=st.booleans())
+def test_a_gpus_kernel_is_the_resident_models(data, gpu, E, size, quantized):
+    """Whatever part of a call is computed, with any number of slots."""
+    S, part = data.draw(st.integers(1, E)), data.draw(st.integers(1, size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, f"on_{gpu}", lambda: True)
+        least, most = layers.kernel_rows(size, E, S, quantized)
+    for n in {min(part, most), part % most or most}:
+        got = mlx_kernel(gpu, max(n, least), S, quantized)
+        assert got == mlx_kernel(gpu, size, E, quantized)
+
+
 @on_host
-@pytest.mark.parametrize("weights, least", [("affine4", 8), ("plain", 18)])
+@pytest.mark.parametrize("weights", ("affine4", "plain"))
+@pytest.mark.parametrize("gpu", ("cuda", "metal"))
 @pytest.mark.parametrize("mode", STREAMED)
-def test_on_cuda_every_part_of_a_call_has_rows_enough(mode, weights, least, tmp_path, monkeypatch):
-    """Enough rows that MLX takes the same kernels as for the whole call of 18 pairs."""
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights)
-    monkeypatch.setattr(layers, "on_cuda", lambda: True)
-    rows = []
+def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
+    mode, gpu, weights, tmp_path, monkeypatch
+):
+    path, calls = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights), []
+    monkeypatch.setattr(layers, f"on_{gpu}", lambda: True)
     for cls in (SwitchGLU, FusedSwitchGLU):
         real = cls.__call__
 
         def call(self, x, indices, real=real):
-            rows.append(indices.size)
+            calls.append((indices.size, self.down_proj.weight.shape[0]))
             return real(self, x, indices)
 
         monkeypatch.setattr(cls, "__call__", call)
     resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
-    with load_model(path, moelab.StreamConfig(mode=mode, slots=K, kernels="mlx"))[0] as model:
-        want = resident(PROMPT)
-        num_layers = moelab.footprint(path).num_layers
-        rows.clear()
-        got = model(PROMPT)
-        assert len(rows) > num_layers  # in parts
-        assert min(rows) == least
-        assert mx.abs(got - want).max().item() <= 1e-5
+    for slots, tokens in itertools.product((K, E - 1, E), (9, 24, 40)):
+        config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
+        with load_model(path, config)[0] as model:
+            prompt = mx.arange(tokens)[None]
+            want = resident(prompt)
+            calls.clear()
+            got = model(prompt)
+            found = {mlx_kernel(gpu, *call, weights == "affine4") for call in calls}
+            assert found == {mlx_kernel(gpu, tokens * K, E, weights == "affine4")}
+            assert mx.abs(got - want).max().item() <= 1e-5
 
 
 @on_host
