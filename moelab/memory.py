@@ -1,19 +1,17 @@
 """How much memory this process may still take, and how it gives freed memory back."""
 
 import ctypes
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache
 from math import exp, log
-from mmap import PAGESIZE
 from pathlib import Path
 from statistics import NormalDist
 from typing import NamedTuple
 
 import mlx.core as mx
 import psutil
+
+from .system import HERE, Mac
 
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -29,12 +27,7 @@ MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 STATES_NBYTES = 256 * 2**20
 # Seconds to bring a page back. Linux: 4 KB from a swap file on an SSD (measured; from zram less).
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
-PAGE_S = 10e-6 if sys.platform == "darwin" else 60e-6
-PRESSURE_LEVEL = b"kern.memorystatus_vm_pressure_level"  # 1 normal, 2 warning, 4 critical
-# Mach's ``vm_statistics64``: its flavor, its words of 4 bytes (revision 1, which later ones begin
-# with), and the places of 8 bytes where it counts pages decompressed and compressed. What psutil
-# calls swapped there are files' pages.
-VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
+PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # What macOS and other programs need of a Mac's memory is taken as lognormal: its median on 16 GiB,
 # the power of the memory with which it grows, its spread. Sources on the side ``fit`` of
 # data/published.csv bound it. Of 16 GiB engines swapped with 3.4 and 5.8 GB left (Godwit, qwisp),
@@ -67,7 +60,7 @@ class Most(NamedTuple):
 
 def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
     """What a plan may fill of a machine's memory (``is_mac``: None for this machine)."""
-    is_mac = sys.platform == "darwin" if is_mac is None else is_mac
+    is_mac = isinstance(HERE, Mac) if is_mac is None else is_mac
     if not is_mac:
         return Most(*4 * (float("inf"),))
     return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS))
@@ -145,36 +138,8 @@ def swapped_s() -> tuple[float, float] | None:
     the pages that all programs have in the memory compressor, from which macOS swaps; None while
     memory is not short.
     """
-    if sys.platform == "darwin":
-        return _of_mac(ctypes.CDLL(None))
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    return _of_linux(status, resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
-
-
-def _of_linux(status, faults):
-    """``swapped_s`` of the text of /proc/self/status and the pages that were waited for."""
-    _, _, swap = status.partition("VmSwap:")
-    pages = int(swap.split()[0]) * 1024 // PAGESIZE if swap else 0
-    return (faults * PAGE_S, (faults + pages) * PAGE_S) if pages else None
-
-
-def _of_mac(libc):
-    """``swapped_s`` of what a Mac's C library answers."""
-    level, nbytes = ctypes.c_int(), ctypes.c_size_t(4)
-    libc.sysctlbyname(PRESSURE_LEVEL, ctypes.byref(level), ctypes.byref(nbytes), None, 0)
-    counts, words = (ctypes.c_uint64 * (VM_WORDS // 2))(), ctypes.c_uint32(VM_WORDS)
-    if level.value < 2 or libc.host_statistics64(_host(), VM_INFO64, counts, ctypes.byref(words)):
-        return None
-    return counts[DECOMPRESSIONS] * PAGE_S, counts[COMPRESSIONS] * PAGE_S
-
-
-@cache
-def _host():
-    """The port of a Mac's kernel; each call of ``mach_host_self`` takes one more right to it."""
-    return ctypes.c_uint32(ctypes.CDLL(None).mach_host_self())
+    pages = HERE.swapped_pages()
+    return pages and tuple(n * PAGE_S for n in pages)
 
 
 def memory_on_gpu() -> int | None:

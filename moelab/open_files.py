@@ -5,7 +5,6 @@ and lowers a higher one for the rest of the process. Here it is imported without
 """
 
 import errno
-import os
 import resource
 import sys
 from collections.abc import Callable
@@ -13,13 +12,15 @@ from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+import psutil
+
 OF_MLX_LM = 2048  # the soft limit that mlx-lm sets
 SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a process opens
 
 
 def allow_open(n: int, path: Path) -> None:
     """Let the process open ``n`` more files of a model folder, or say which limit it lacks."""
-    needed = len(os.listdir("/dev/fd")) + n + SPARE
+    needed = psutil.Process().num_fds() + n + SPARE
     _raise_soft_limit(needed)
     allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed < needed and allowed != resource.RLIM_INFINITY:

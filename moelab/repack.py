@@ -167,7 +167,7 @@ def repack(
     total = sum(layer.nbytes for layer in layers) + sum(p.nbytes for p in backbone.values())
     made = ("config.json", "model.safetensors.index.json")
     others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
-    copied = [file for file in others if file.is_file()]
+    copied = [f for f in others if f.is_file() and f.name[0] != "."]  # not Finder's .DS_Store
     # The files of a Hub snapshot are links into one folder. A link to elsewhere may be to a secret.
     places = {source.path.resolve(), *(file.resolve().parent for file in source.files)}
     for file in copied:

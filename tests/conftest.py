@@ -22,6 +22,7 @@ from moelab.lab import limit
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
 from moelab.streaming.residency import layer
+from moelab.system import Linux
 
 # Tests whose cases run in ``make test-all`` only, but for those in which ``re.search`` finds the
 # words, or for every n-th. Slow is what repeats a property on more families, seeds or settings,
@@ -208,4 +209,4 @@ def any_reads(request, monkeypatch):
 def small_matrices(monkeypatch):
     """Let the fast kernels compute unquantized matrices that are too small for them otherwise."""
     monkeypatch.setattr(modules, "FLOAT_WEIGHTS", 0)
-    monkeypatch.setattr(modules.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(modules, "HERE", Linux())

@@ -1,7 +1,5 @@
 """How much memory is left in cgroups and on a GPU, and what a server takes of it."""
 
-import ctypes
-import struct
 import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -81,71 +79,6 @@ def test_on_a_gpu(monkeypatch):
     monkeypatch.undo()
     if mx.default_device() == mx.cpu:
         assert memory.memory_on_gpu() is None
-
-
-# What is swapped
-
-# The fields of ``vm_statistics64`` in <mach/vm_statistics.h>: 32 bits (I) or 64 (Q), and the word
-# of vm_stat for it. ``lookups`` and ``hits`` are not printed.
-FIELDS = [
-    *(("I", f"Pages {w}") for w in ("free", "active", "inactive", "wired down")),
-    *(("Q", w) for w in ("Pages zero filled", "Pages reactivated", "Pageins", "Pageouts")),
-    *(("Q", w) for w in ('"Translation faults"', "Pages copy-on-write", "", "", "Pages purged")),
-    *(("I", f"Pages {w}") for w in ("purgeable", "speculative")),
-    *(("Q", w) for w in ("Decompressions", "Compressions", "Swapins", "Swapouts")),
-    *(("I", w) for w in ("Pages occupied by compressor", "Pages throttled")),
-    *(("I", w) for w in ("File-backed pages", "Anonymous pages")),
-    ("Q", "Pages stored in compressor"),
-]
-
-
-class Mac:
-    """What a Mac's C library answers: the level of its pressure, and each field's number in it."""
-
-    def __init__(self, level):
-        self.level = level
-        kinds = "@" + "".join(kind for kind, _ in FIELDS)
-        self.statistics = struct.pack(kinds, *range(len(FIELDS)))
-
-    def sysctlbyname(self, name, into, nbytes, new, new_nbytes):
-        assert name == b"kern.memorystatus_vm_pressure_level" and nbytes._obj.value == 4
-        into._obj.value = self.level
-        return 0
-
-    def mach_host_self(self):
-        return 0x1803
-
-    def host_statistics64(self, host, flavor, into, words):
-        assert (host.value, flavor, words._obj.value) == (0x1803, 4, 38)  # HOST_VM_INFO64
-        ctypes.memmove(into, self.statistics, len(self.statistics))
-        return 0
-
-
-def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(monkeypatch):
-    """A normal level says None, whatever was compressed since the start."""
-    monkeypatch.setattr(sys, "platform", "darwin")
-    memory._host.cache_clear()
-    for level, swaps in ((1, False), (2, True), (4, True)):
-        mac = Mac(level)
-        assert len(mac.statistics) == 4 * 38
-        monkeypatch.setattr(ctypes, "CDLL", lambda _, mac=mac: mac)
-        s, names = memory.PAGE_S, [name for _, name in FIELDS]
-        pages = names.index("Decompressions") * s, names.index("Compressions") * s
-        assert memory.swapped_s() == (pages if swaps else None)
-    mac.host_statistics64 = lambda *_: 5  # KERN_FAILURE
-    assert memory.swapped_s() is None
-    memory._host.cache_clear()
-
-
-def test_linux_says_what_is_in_swap():
-    status = "VmPTE:\t 1 kB\nVmSwap:\t    {} kB\nHugetlbPages:\t 0 kB\n"
-    s = memory.PAGE_S
-    assert memory._of_linux(status.format(0), 500) is None
-    assert memory._of_linux("Name:\tkernel\n", 500) is None
-    pages = 500 + 8000 * 1024 // memory.PAGESIZE
-    assert memory._of_linux(status.format(8000), 500) == (500 * s, pages * s)
-    if sys.platform == "linux":
-        assert memory.swapped_s() is None or psutil.swap_memory().total > 0
 
 
 # What a server takes of it

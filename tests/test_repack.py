@@ -169,12 +169,13 @@ def test_links_in_a_source(moe, tmp_path):
     """A snapshot of the Hub is packed; a link to elsewhere, which may be a secret, is not."""
     blobs, source = shutil.copytree(moe, tmp_path / "blobs"), tmp_path / "snapshots" / "main"
     (blobs / "notes.txt").write_text("ours")
+    (blobs / ".DS_Store").write_text("Finder's")  # which writes it meanwhile, too
     (secret := tmp_path / "secret").write_text("mine")
     source.mkdir(parents=True)
     for file in blobs.iterdir():
         (source / file.name).symlink_to(file)
     out = repack(source, tmp_path / "out", progress=False)
-    assert (out / "notes.txt").read_text() == "ours"
+    assert (out / "notes.txt").read_text() == "ours" and not (out / ".DS_Store").exists()
     assert not any(file.is_symlink() for file in out.iterdir())
     (source / "folder").symlink_to(tmp_path)
     (source / "token").symlink_to(secret)

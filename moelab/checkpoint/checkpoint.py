@@ -135,7 +135,7 @@ def check_fork() -> None:
     """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
     global _computes
     if os.getpid() != _computes:
-        stream = mx.default_stream(mx.default_device())
+        stream = mx.default_stream(mx.cpu)  # a GPU's can be asked by its own thread only
         waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
         waits.start()
         waits.join(FORK_S)

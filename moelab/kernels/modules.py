@@ -4,7 +4,6 @@ A module with matrices computes when it is called: it evaluates its input. MLX a
 kernels do not fit (half precision, other quantizations, a GPU) goes MLX's way.
 """
 
-import platform
 from functools import cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..hooks import with_globals
+from ..system import HERE, Mac
 from . import code, quantized, rowwise
 from .code import to_mlx
 
@@ -82,7 +82,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
     if "scales" not in module:
         weight = module["weight"]
         return (
-            platform.system() != "Darwin"
+            not isinstance(HERE, Mac)
             and weight.dtype == mx.float32
             and weight.shape[-2] * weight.shape[-1] >= FLOAT_WEIGHTS
             and quantized.supported(32, 1, weight.shape[-1], "float")

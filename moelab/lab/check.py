@@ -20,13 +20,14 @@ from ..shipped import shipped
 from ..streaming.build import build_model
 from ..streaming.facts import ModelFacts
 from ..streaming.model import find, tokenizer_of
+from ..system import HERE
 from .machine import READ_NBYTES, card, cold_gain, read_speed
 from .oscache import drop_pages
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
 MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
 MIN_COLD_BYTES_PER_S = 0.2e9  # slower: a network or a spinning disk
-MAX_EVALUATION_S = 1e-3  # longer: a busy machine
+MAX_EVALUATION_S = 1e-3  # longer: a busy CPU. A GPU that idled may take longer, too.
 MORE_RUNS = 4  # of a cold read that was too slow
 
 
@@ -62,7 +63,8 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
     of = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
     of += f", cgroup limit {limit / 2**30:.1f} GiB" if limit else ""
     yield (
-        free >= MIN_MEMORY_NBYTES,
+        # macOS compresses what others keep and do not use, and says itself when memory is short.
+        free >= MIN_MEMORY_NBYTES or HERE.pressure() == 1,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
         f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
     )
@@ -80,7 +82,7 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
 
     chained, evaluated = dispatch_cost()
     yield (
-        evaluated < MAX_EVALUATION_S,
+        evaluated < MAX_EVALUATION_S or c["device"] == "gpu",
         f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, "
         f"{evaluated * 1e6:.0f} us evaluated by itself, with a {_load()}",
         "over 1 ms: the machine is busy, so timings will mean little; stop other work",

@@ -5,11 +5,9 @@ import importlib.metadata
 import os
 import platform
 import random
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,26 +15,22 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
+from ..kernels import code
 from ..memory import memory_limit
 from ..repack import Gain, measure_gain
 from ..streaming.facts import ModelFacts
 from ..streaming.reading import native
 from ..streaming.reading.reader import Reader
+from ..system import HERE
 from .oscache import drop_pages
 
 READ_NBYTES = 1 << 20  # about one expert of a large model
 
 
 def _cpu_name() -> str:
-    """The processor's name, as the system says it."""
-    if sys.platform == "darwin":
-        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        with suppress(OSError, subprocess.SubprocessError):
-            return subprocess.check_output(asked, text=True, timeout=5).strip()
-        return platform.processor()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    """The processor's name, as the system says it; else LLVM's, as neoverse-v2."""
+    kind = code.llvm.get_host_cpu_name() if code.llvm else ""
+    return HERE.cpu_name() or f"{platform.machine()} {kind}".strip()
 
 
 @functools.lru_cache
@@ -78,26 +72,17 @@ def read_speed(
 ) -> float:
     """Bytes per second of random reads of a file, each of another place; ``cold`` drops its pages.
 
-    ``direct`` reads past the page cache (Linux), whose own work can take longer than the disk;
+    ``direct`` reads past the page cache, whose own work can take longer than the disk;
     ``nbytes`` must then be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))
-    fd = os.open(path, os.O_RDONLY)
+    fd = HERE.open_direct(path) if direct else os.open(path, os.O_RDONLY)
     try:
-        if direct := direct and hasattr(os, "O_DIRECT"):
-            with suppress(OSError):  # a file system that cannot
-                past = os.open(path, os.O_RDONLY | os.O_DIRECT)
-                os.close(fd)
-                fd = past
         if cold:
             drop_pages(path)
-            if sys.platform == "darwin":
-                import fcntl
-
-                fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-        elif hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        else:
+            HERE.only_what_is_asked(fd)
 
         def read(mine):
             buffer = bytearray(nbytes)

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from ..system import HERE
+
 
 def drop_pages(path: str | Path) -> str:
     """Drop a file, or a model folder's tensors, as far as this system allows without root.
@@ -10,12 +12,11 @@ def drop_pages(path: str | Path) -> str:
     Returns how, for the record of a measurement that calls itself cold. Pages that have not been
     written to the disk yet stay.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return "F_NOCACHE: nothing new is cached, but what already was may still answer"
+    how = "no file"
     for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else [path]:
         with open(file, "rb") as f:
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return "POSIX_FADV_DONTNEED"
+            how = HERE.drop_pages(f.fileno())
+    return how
 
 
 def disk_read_nbytes() -> int | None:

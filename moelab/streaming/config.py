@@ -134,8 +134,9 @@ class StreamConfig:
     reads: str = _option(
         "auto",
         "cached: through the page cache; direct: past it (default: {default})",
-        "Past it (on Linux) a read takes less of a core's time, and no expert is found in the page "
-        "cache. auto: as Plan.direct says, and cached without a plan.",
+        "Past it a read takes less of a core's time, and no expert is found in the page cache. It "
+        "needs Linux and llvmlite; without them direct reads as cached does. auto: as Plan.direct "
+        "says, and cached without a plan.",
         choices=("auto", "cached", "direct"),
         modes=SLOT_MODES,
     )

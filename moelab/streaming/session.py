@@ -22,6 +22,7 @@ from .facts import ModelFacts
 from .handover import FEW_TOKENS, Handover
 from .plan import Plan
 from .ranks import RankError, Ranks
+from .reading import native
 from .reading.reader import Reader
 from .reading.uploading import UploadingReader
 from .residency import host
@@ -54,7 +55,8 @@ class Session:
             host.check(mailbox, ranks)
         read = partial(UploadingReader, mailbox) if mailbox else Reader
         direct = config.mode in SLOT_MODES and config.reads == "direct"
-        self.reader = read(config.readers, plan.direct if plan else direct)
+        direct = (plan.direct if plan else direct) and native.direct_loop() is not None
+        self.reader = read(config.readers, direct)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()

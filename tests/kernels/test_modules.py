@@ -1,7 +1,6 @@
 """Models with the kernels of ``moelab/kernels``: near mlx-lm's, and equal among themselves."""
 
 import dataclasses
-import platform
 import zlib
 
 import families
@@ -20,6 +19,7 @@ from needs import needs_kernels
 from moelab import StreamConfig, kernels
 from moelab.kernels import attention, experts, modules
 from moelab.streaming.model import load_model
+from moelab.system import HERE, Mac
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("small_matrices")]
 
@@ -161,8 +161,8 @@ def test_what_does_not_fit_goes_the_way_of_mlx():
 def test_small_plain_matrices_and_those_on_macos_are_mlxs(monkeypatch):
     monkeypatch.undo()
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
-    assert kernels.use(nn.Sequential(*layers))["fast"] == (platform.system() != "Darwin")
-    monkeypatch.setattr(modules.platform, "system", lambda: "Darwin")
+    assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
+    monkeypatch.setattr(modules, "HERE", Mac())
     assert kernels.use(nn.Sequential(nn.Linear(256, 64))) == {"fast": 0, "mlx": 1}
 
 

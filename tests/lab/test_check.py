@@ -46,6 +46,15 @@ def test_a_busy_machine_is_no_slow_disk(fastest, monkeypatch):
     assert "a load of 9.5 on this machine's" in remedy and "put the model on an SSD" in remedy
 
 
+@pytest.mark.parametrize("device", ("cpu", "gpu"))
+def test_a_gpu_that_idled_is_not_busy(device, monkeypatch):
+    card = check.card() | {"device": device}
+    monkeypatch.setattr(check, "card", lambda: card)
+    monkeypatch.setattr(check, "dispatch_cost", lambda: (1e-5, 2e-3))
+    found = {what.partition(":")[0]: good for good, what, _ in check.findings(TINY)}
+    assert found["dispatch"] == (device == "gpu")
+
+
 def test_dropped_pages_are_read_again(tmp_path):
     (tmp_path / "empty").touch()
     assert cached_nbytes(tmp_path / "empty") is None

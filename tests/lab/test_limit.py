@@ -22,6 +22,7 @@ def test_a_command_that_takes_too_long_leaves_no_group(limits):
     assert not [d for d in made if d.startswith(f"moelab-{os.getpid()}-")]
 
 
+@pytest.mark.skipif(limit.PRCTL is None, reason="only Linux ends it")
 def test_killed_in_the_middle_it_leaves_no_process(tmp_path):
     note = tmp_path / "pid"
     rest = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"

@@ -16,6 +16,7 @@ from moelab.lab.experiments import plan
 from moelab.lab.models import named_sizes
 from moelab.replay.machine import CHIPS, Machine
 from moelab.streaming import plan as plans
+from moelab.system import Mac
 
 TINY = moelab.DATA / "models" / "tiny-moe"
 
@@ -120,7 +121,7 @@ def test_a_mac_is_filled_by_what_slots_are_worth():
 
 def test_a_folder_follows_the_rule_on_a_mac(monkeypatch):
     total = 3 * 10**9  # of which a plan may fill little
-    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(memory, "HERE", Mac())
     monkeypatch.setattr(plans.psutil, "virtual_memory", lambda: SimpleNamespace(total=total))
     monkeypatch.setattr(plans, "_memory", lambda: (total - 10**8, 10**8))
     most = memory.most_for_a_model(total)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import mlx.core as mx
-import psutil
 from mlx_lm.generate import BatchGenerator, maybe_quantize_kv_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
@@ -26,6 +25,7 @@ from ...speculation.generate import speculative_generate_step
 from ...speculation.sampling import set_state
 from ...streaming.model import close
 from ...streaming.ranks import RankError
+from ...system import HERE
 from ..drafting import shared_policy
 from .ask import Ask, Part, Refused, Token, Usage
 from .text import Stops
@@ -137,8 +137,7 @@ class Engine:
         # After its Python code the thread still frees functions that MLX compiled in it. If the
         # interpreter ended meanwhile, the process would abort.
         end = time.monotonic() + GRACE_S
-        thread = self._thread.native_id
-        while thread in {t.id for t in psutil.Process().threads()} and time.monotonic() < end:
+        while HERE.is_alive(self._thread.native_id) and time.monotonic() < end:
             time.sleep(0.01)
 
     def _run(self):

@@ -1,8 +1,6 @@
 """Open files that notice when their content changes."""
 
-import fcntl
 import os
-import struct
 import weakref
 import zlib
 from collections.abc import Iterable
@@ -10,9 +8,8 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+from ...system import HERE
 from . import native
-
-F_RDADVISE = 44  # macOS has it; Python does not name it
 
 # ``changed`` compares so many blocks of this size, spread over a file from its first byte to its
 # last. Opening a file that is not in the page cache reads them: 2 ms on an SSD.
@@ -35,10 +32,7 @@ class File:
         self._close = weakref.finalize(self, os.close, self.fd)
         # Experts are read whole and in no order, so the bytes behind one are not needed next.
         # Without readahead Linux also requests all of a long read from the disk at once.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
-        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
-            fcntl.fcntl(self.fd, fcntl.F_RDAHEAD, 0)
+        HERE.only_what_is_asked(self.fd)
         self.stamp = self.stat()
         self._sampled = self._sample()
 
@@ -52,11 +46,7 @@ class File:
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Ask the system to read a range into the page cache; some systems ignore it."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        elif hasattr(fcntl, "F_RDAHEAD"):  # macOS
-            with suppress(OSError):
-                fcntl.fcntl(self.fd, F_RDADVISE, struct.pack("qi", offset, nbytes))
+        HERE.read_ahead(self.fd, offset, nbytes)
 
     def stat(self) -> tuple[int, int, int]:
         """The size in bytes, and the times of the last write (mtime) and change (ctime) in ns."""

@@ -1,0 +1,159 @@
+"""What depends on the operating system. ``HERE`` is this one's side: Linux, macOS, or neither.
+
+macOS's numbers are those of its headers, of which Python names few, and some from 3.13 on only.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import resource
+import struct
+import sys
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+
+class System:
+    """A system of which nothing is known: it is asked for nothing, and what it could say is None.
+
+    ``fd`` is the descriptor of an open file.
+    """
+
+    def drop_pages(self, fd: int) -> str:
+        """Drop a file from the page cache, as far as is allowed without root. Returns how."""
+        return "nothing is dropped on this system"
+
+    def only_what_is_asked(self, fd: int) -> None:
+        """Turn the system's own readahead off for this descriptor."""
+
+    def read_ahead(self, fd: int, offset: int, nbytes: int) -> None:
+        """Ask the system to read a range into the page cache."""
+
+    def open_direct(self, path: str | Path) -> int:
+        """Open a file to read it past the page cache; through it where that is not possible."""
+        return os.open(path, os.O_RDONLY)
+
+    def is_alive(self, thread: int) -> bool:
+        """Whether a thread of this process, by its ``native_id``, has not ended."""
+        return False
+
+    def cpu_name(self) -> str | None:
+        """The processor's name."""
+
+    def swapped_pages(self) -> tuple[int, int] | None:
+        """Pages that came back from swap so far, and as many with those that are still there."""
+
+    def pressure(self) -> int | None:
+        """How short memory is: 1 not, 2 short, 4 very."""
+
+
+class Linux(System):
+    """Linux's C library and /proc."""
+
+    def drop_pages(self, fd):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return "POSIX_FADV_DONTNEED"
+
+    def only_what_is_asked(self, fd):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read_ahead(self, fd, offset, nbytes):
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def open_direct(self, path):
+        with suppress(OSError):  # a file system that cannot
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+        return super().open_direct(path)
+
+    def is_alive(self, thread):
+        return os.path.exists(f"/proc/self/task/{thread}")
+
+    def cpu_name(self):
+        with suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.startswith("model name"):  # on ARM no line does
+                    return line.split(":", 1)[1].strip()
+
+    def swapped_pages(self):
+        with suppress(OSError):
+            _, _, swap = Path("/proc/self/status").read_text().partition("VmSwap:")
+            if pages := int(swap.split()[0]) * 1024 // mmap.PAGESIZE if swap else 0:
+                faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+                return faults, faults + pages
+
+
+class Mac(System):
+    """macOS's C library, by the headers named."""
+
+    F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
+    MS_INVALIDATE = 2  # <sys/mman.h>
+    THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
+    # <mach/host_info.h> and <mach/vm_statistics.h>: HOST_VM_INFO64, its words of 4 bytes (revision
+    # 1, which later ones begin with), and the places of 8 bytes where it counts pages decompressed
+    # and compressed. What psutil calls swapped there are files' pages.
+    VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
+
+    @cached_property
+    def libc(self) -> ctypes.CDLL:
+        """The C library. Its ``fcntl`` is called by Python's, which knows how C passes ``...``."""
+        return ctypes.CDLL(None, use_errno=True)
+
+    def drop_pages(self, fd):
+        if nbytes := os.fstat(fd).st_size:  # an empty file cannot be mapped
+            with mmap.mmap(fd, nbytes, prot=mmap.PROT_READ) as mapped:
+                where = ctypes.c_void_p(np.frombuffer(mapped, np.uint8).ctypes.data)
+                if self.libc.msync(where, ctypes.c_size_t(nbytes), self.MS_INVALIDATE):
+                    raise OSError(ctypes.get_errno(), "msync(MS_INVALIDATE)")
+        return "msync(MS_INVALIDATE)"
+
+    def only_what_is_asked(self, fd):
+        fcntl.fcntl(fd, self.F_RDAHEAD, 0)
+
+    def read_ahead(self, fd, offset, nbytes):
+        with suppress(OSError):  # a file system that cannot
+            fcntl.fcntl(fd, self.F_RDADVISE, struct.pack("qi", offset, nbytes))
+
+    def open_direct(self, path):
+        fd = super().open_direct(path)
+        fcntl.fcntl(fd, self.F_NOCACHE, 1)
+        return fd
+
+    def is_alive(self, thread):
+        number, into = ctypes.c_uint64(thread), ctypes.create_string_buffer(self.THREAD_NBYTES)
+        return self.libc.proc_pidinfo(os.getpid(), self.THREAD, number, into, len(into)) > 0
+
+    def cpu_name(self):
+        name = ctypes.create_string_buffer(256)
+        return name.value.decode() if self._ask(b"machdep.cpu.brand_string", name) else None
+
+    def swapped_pages(self):
+        """Those of all programs in the memory compressor; None while memory is not short."""
+        counts = (ctypes.c_uint64 * (self.VM_WORDS // 2))()
+        words = ctypes.c_uint32(self.VM_WORDS)
+        if self.pressure() in (None, 1) or self.libc.host_statistics64(
+            self._host, self.VM_INFO64, counts, ctypes.byref(words)
+        ):
+            return None
+        return counts[self.DECOMPRESSIONS], counts[self.COMPRESSIONS]
+
+    def pressure(self):
+        level = ctypes.c_int()
+        return level.value if self._ask(b"kern.memorystatus_vm_pressure_level", level) else None
+
+    @cached_property
+    def _host(self):
+        """The kernel's port; each call of ``mach_host_self`` takes one more right to it."""
+        return ctypes.c_uint32(self.libc.mach_host_self())
+
+    def _ask(self, name, value):
+        """Fill in what the kernel keeps under a name; returns whether it does."""
+        nbytes = ctypes.c_size_t(ctypes.sizeof(value))
+        nothing = None, ctypes.c_size_t(0)
+        return not self.libc.sysctlbyname(name, ctypes.byref(value), ctypes.byref(nbytes), *nothing)
+
+
+HERE = {"linux": Linux, "darwin": Mac}.get(sys.platform, System)()

@@ -1,0 +1,234 @@
+"""What is asked of the operating system; of macOS's, by a C library that stands for its own."""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+
+import moelab
+from moelab import DATA, StreamConfig, load, memory, open_files, system
+from moelab.checkpoint import checkpoint
+from moelab.lab import check, machine, oscache
+from moelab.streaming.reading import flight
+from moelab.streaming.session import session_of
+
+TINY = DATA / "models/tiny-moe"
+# Where the ways to read past the page cache and to give memory back are Linux's.
+LINUX = {"streaming/reading/flight.py", "streaming/residency/bank.py"}
+
+
+def test_one_module_knows_how_systems_differ():
+    asks = r"sys\.platform|platform\.system\(\) [=!]=|posix_fadvise|\"Darwin\"|import fcntl"
+    package = Path(moelab.__file__).parent
+    found = {f for f in package.rglob("*.py") if re.search(asks, f.read_text())}
+    assert {str(f.relative_to(package)) for f in found} == {"system.py", *LINUX}
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """The library, compiled."""
+    if (cc := shutil.which("cc")) is None or sys.platform != "linux":
+        pytest.skip("needs Linux and a C compiler")
+    made = tmp_path_factory.mktemp("darwin") / "darwin.so"
+    source = Path(__file__).with_name("helpers") / "darwin.c"
+    subprocess.run([cc, "-Wall", "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True)
+    return made
+
+
+@pytest.fixture
+def mac(library, tmp_path, monkeypatch):
+    """macOS's side in this process; ``set`` sets a number of the library."""
+    monkeypatch.setenv("DARWIN_LOG", str(tmp_path / "log"))
+    mac = system.Mac()
+    mac.libc = ctypes.CDLL(str(library), use_errno=True)
+    mac.set = lambda name, n: setattr(ctypes.c_int.in_dll(mac.libc, name), "value", n)
+    for module in (memory, oscache, machine, check):
+        monkeypatch.setattr(module, "HERE", mac)
+    yield mac
+    mac.set("level", 1), mac.set("fails", 0)
+
+
+def test_a_macs_pages_are_dropped(mac, tmp_path):
+    (tmp_path / "empty.safetensors").touch()
+    (tmp_path / "a.safetensors").write_bytes(bytes(70_001))
+    assert oscache.drop_pages(tmp_path) == "msync(MS_INVALIDATE)"
+    assert (tmp_path / "log").read_text() == "msync MS_INVALIDATE 70001 a.safetensors\n"
+    mac.set("fails", 1)
+    with pytest.raises(OSError, match="MS_INVALIDATE"):
+        oscache.drop_pages(tmp_path)
+
+
+def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch):
+    """A normal level says None, whatever was compressed; ``check`` believes the level, too."""
+    monkeypatch.setattr(check, "memory_available", lambda: 10**9)
+    monkeypatch.setattr(check, "card", machine.card.__wrapped__)
+    for level, swaps in ((1, False), (2, True), (4, True)):
+        mac.set("level", level)
+        pages = memory.swapped_s()
+        assert pages == ((500 * memory.PAGE_S, 8000 * memory.PAGE_S) if swaps else None)
+        found = check.findings(TINY)
+        assert next(good for good, what, _ in found if what.startswith("memory: ")) != swaps
+    mac.set("fails", 1)
+    assert memory.swapped_s() is None
+
+
+def test_linux_says_what_is_in_swap(tmp_path, monkeypatch):
+    monkeypatch.setattr(system, "Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr(system.resource, "getrusage", lambda _: SimpleNamespace(ru_majflt=500))
+    assert system.Linux().swapped_pages() is None  # no such file
+    for text in ("Name:\tkernel\n", "VmSwap:\t 0 kB\n", "VmSwap:\t 8000 kB\nHugetlb:\t0 kB\n"):
+        (tmp_path / "status").write_text(text)
+        pages = 8000 * 1024 // system.mmap.PAGESIZE if "8000" in text else 0
+        assert system.Linux().swapped_pages() == ((500, 500 + pages) if pages else None)
+
+
+def test_the_processors_name(mac, monkeypatch, tmp_path):
+    """ARM's Linux has none in /proc/cpuinfo, where LLVM knows the core."""
+    assert machine._cpu_name() == "Apple M4"
+    monkeypatch.setattr(machine, "HERE", system.Linux())
+    monkeypatch.setattr(system, "Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr(machine.platform, "machine", lambda: "aarch64")
+    for text in (None, "processor\t: 0\nCPU implementer\t: 0x41\n"):
+        if text:
+            (tmp_path / "cpuinfo").write_text(text)
+        for llvm, name in ((None, "aarch64"), ("neoverse-v2", "aarch64 neoverse-v2")):
+            kind = llvm and SimpleNamespace(get_host_cpu_name=lambda llvm=llvm: llvm)
+            monkeypatch.setattr(machine.code, "llvm", kind)
+            assert machine._cpu_name() == name
+    (tmp_path / "cpuinfo").write_text("model name\t: A CPU\n")
+    assert machine._cpu_name() == "A CPU"
+
+
+@pytest.mark.parametrize("side", ("mac", "here"))
+def test_a_thread_is_alive_until_it_has_ended(side, request):
+    side = request.getfixturevalue("mac") if side == "mac" else system.HERE
+    goes = threading.Event()
+    thread = threading.Thread(target=goes.wait)
+    thread.start()
+    assert side.is_alive(thread.native_id)
+    goes.set()
+    thread.join()
+    while side.is_alive(thread.native_id):  # after its Python code
+        pass
+
+
+def test_what_is_not_known_is_not_asked(tmp_path):
+    """Another system's side does nothing, and reads what is there."""
+    other = system.System()
+    (tmp_path / "file").write_bytes(b"some")
+    with open(other.open_direct(tmp_path / "file"), "rb") as f:
+        assert "nothing" in other.drop_pages(f.fileno()) and f.read() == b"some"
+        other.only_what_is_asked(f.fileno()), other.read_ahead(f.fileno(), 0, 4)
+    said = other.cpu_name(), other.swapped_pages(), other.pressure(), other.is_alive(1)
+    assert said == (None, None, None, False)
+
+
+def test_open_files_are_counted_without_dev_fd(monkeypatch):
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: listdir(path.replace("/dev/fd", "/none")))
+    open_files.allow_open(1, Path("a"))
+
+
+def test_a_spawned_child_asks_no_stream_of_another_threads_gpu(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_computes", None)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    checkpoint.check_fork()
+    assert checkpoint._computes == os.getpid()
+
+
+def test_where_nothing_is_read_past_the_page_cache(monkeypatch):
+    """As on macOS: nothing is compiled for it, and ``reads="direct"`` reads as ``cached`` does."""
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    monkeypatch.setattr(flight, "built", lambda *_: pytest.fail("compiled"))
+    model, _ = load(TINY, StreamConfig(slots=8, reads="direct"))
+    with model:
+        assert not session_of(model).reader.direct
+        mx.eval(model(mx.array([[1, 2, 3]])))
+
+
+# Linux's functions are taken from Python and moelab is told that this is macOS. The library comes
+# before Linux's, so that it gets each call of Python's ``fcntl``, too.
+ON_A_MAC = """
+import mmap, os, sys, time
+from pathlib import Path
+import mlx_lm.server, pandas, psutil
+for module, *names in ((os, "posix_fadvise", "O_DIRECT", "RWF_NOWAIT", "sched_getaffinity"),
+                       (mmap, "MADV_HUGEPAGE")):
+    for name in names:
+        delattr(module, name)
+sys.platform = "darwin"
+from in_process import started
+import moelab
+from moelab import memory
+from moelab.lab import machine, oscache
+from moelab.streaming.session import session_of
+
+def step(name):
+    with open(os.environ["DARWIN_LOG"], "a") as log:
+        log.write(f"-- {name}\\n")
+
+path = moelab.DATA / "models/tiny-moe"
+file = path / "model.safetensors"
+step("drop")
+oscache.drop_pages(path)
+step("rate")
+machine.read_speed(file, cold=True, readers=2, count=8, direct=True)
+machine.read_speed(file, cold=False, readers=2, count=8)
+step("name")
+machine.card()
+step("load")
+model, tokenizer = moelab.load(path, moelab.StreamConfig(slots=8))
+step("text")
+for response in mlx_lm.stream_generate(model, tokenizer, "def f(x):", max_tokens=8):
+    assert response.token >= 0
+step("ahead")
+reader = session_of(model).reader
+opened = next(iter(reader._files.values()))
+opened.read_ahead(4096, 128 << 10)
+step("pressure")
+memory.swapped_s()
+step("close")
+moelab.close(model)
+step("serve")
+_, engine = started("--slots", "8")
+step("stop")
+engine.stop()
+step("end")
+"""
+
+
+def test_what_a_mac_is_asked(library, tmp_path):
+    """From loading to the server's end each call has what macOS takes, and none a closed file."""
+    log = tmp_path / "log"
+    preload = {"LD_PRELOAD": str(library), "DARWIN_LOG": str(log), "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join((*sys.path, str(Path(__file__).with_name("helpers"))))
+    words = [sys.executable, "-c", ON_A_MAC]
+    env = os.environ | preload | {"PYTHONPATH": paths}
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-3000:]
+    steps = dict(s.partition("\n")[::2] for s in log.read_text().split("-- "))
+    calls = {name: sorted({*text.splitlines()}) for name, text in steps.items()}
+    size, file = (TINY / "model.safetensors").stat().st_size, "model.safetensors"
+    dropped, alone = f"msync MS_INVALIDATE {size} {file}", f"F_RDAHEAD 0 {file}"
+    assert calls == {
+        "": [],
+        "drop": [dropped],
+        "rate": [f"F_NOCACHE 1 {file}", alone, dropped],
+        "name": ["sysctlbyname machdep.cpu.brand_string"],
+        "load": [alone],
+        "text": [],
+        "ahead": [f"F_RDADVISE {file}"],
+        "pressure": ["sysctlbyname kern.memorystatus_vm_pressure_level"],
+        "close": [],
+        "serve": [alone],
+        "stop": ["proc_pidinfo PROC_PIDTHREADID64INFO"],
+        "end": [],
+    }
