@@ -117,3 +117,14 @@ def test_conda_and_pip_ask_for_the_same():
     listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
     assert {*pip, *(r for r in listed if isinstance(r, str) and r != "pip")} == wanted
+
+
+def test_a_first_failure_hides_no_other():
+    """In the workflow each system is tested, and each command, whatever failed before."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert {"ubuntu-24.04-arm", "macos-15"} < {*jobs["test"]["strategy"]["matrix"]["os"]}
+    assert not any(job.get("strategy", {"fail-fast": False})["fail-fast"] for job in jobs.values())
+    for job in jobs.values():
+        tests = [s for s in job["steps"] if re.search("pytest|make [a-z]", s.get("run", ""))]
+        assert all(step["if"] == "${{ !cancelled() }}" for step in tests[1:])
+        assert all(step["run"].count("pytest") < 2 for step in tests)

@@ -67,7 +67,7 @@ def test_dropped_pages_are_read_again(tmp_path):
     assert cached_nbytes(tmp_path) == 4 * MB
     how = oscache.drop_pages(tmp_path)
     left = cached_nbytes(tmp_path)
-    if not how.startswith("POSIX") or left == 4 * MB:
+    if left == 4 * MB:
         pytest.skip(f"pages cannot be dropped here ({how})")
     before = oscache.disk_read_nbytes()
     for file in tmp_path.glob("*.safetensors"):
