@@ -1,7 +1,4 @@
-"""What depends on the operating system. ``HERE`` is this one's side: Linux, macOS, or neither.
-
-macOS's numbers are those of its headers, of which Python names few, and some from 3.13 on only.
-"""
+"""What depends on the operating system. ``HERE`` is this one's side: Linux, macOS, or neither."""
 
 import ctypes
 import fcntl
@@ -18,10 +15,7 @@ import numpy as np
 
 
 class System:
-    """A system of which nothing is known: it is asked for nothing, and what it could say is None.
-
-    ``fd`` is the descriptor of an open file.
-    """
+    """An unknown system: it is asked for nothing, and what it could say is None."""
 
     def drop_pages(self, fd: int) -> str:
         """Drop a file from the page cache, as far as is allowed without root. Returns how."""
@@ -87,14 +81,13 @@ class Linux(System):
 
 
 class Mac(System):
-    """macOS's C library, by the headers named."""
+    """macOS's C library and its headers' numbers, of which Python names few, some from 3.13 on."""
 
     F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
-    # <mach/host_info.h> and <mach/vm_statistics.h>: HOST_VM_INFO64, its words of 4 bytes (revision
-    # 1, which later ones begin with), and the places of 8 bytes where it counts pages decompressed
-    # and compressed. What psutil calls swapped there are files' pages.
+    # <mach/host_info.h>: HOST_VM_INFO64, its words of 4 bytes (revision 1, which later ones begin
+    # with), and the places of 8 bytes that count pages. What psutil calls swapped are files' pages.
     VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
 
     @cached_property

@@ -108,7 +108,7 @@ def test_the_processors_name(mac, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("side", ("mac", "here"))
-def test_a_thread_is_alive_until_it_has_ended(side, request):
+def test_a_thread_is_alive_until_it_has_ended(side, request, in_time):
     side = request.getfixturevalue("mac") if side == "mac" else system.HERE
     goes = threading.Event()
     thread = threading.Thread(target=goes.wait)

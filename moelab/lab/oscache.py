@@ -9,8 +9,8 @@ from ..system import HERE
 def drop_pages(path: str | Path) -> str:
     """Drop a file, or a model folder's tensors, as far as this system allows without root.
 
-    Returns how, for the record of a measurement that calls itself cold. Pages that have not been
-    written to the disk yet stay.
+    Returns how, for the record of a measurement that calls itself cold. On Linux pages that have
+    not been written to the disk yet stay.
     """
     how = "no file"
     for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else [path]:

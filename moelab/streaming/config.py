@@ -134,9 +134,8 @@ class StreamConfig:
     reads: str = _option(
         "auto",
         "cached: through the page cache; direct: past it (default: {default})",
-        "Past it a read takes less of a core's time, and no expert is found in the page cache. It "
-        "needs Linux and llvmlite; without them direct reads as cached does. auto: as Plan.direct "
-        "says, and cached without a plan.",
+        "Past it (on Linux, with llvmlite; else as cached) a read takes less of a core's time, and "
+        "nothing is in the page cache. auto: as Plan.direct says, and cached without a plan.",
         choices=("auto", "cached", "direct"),
         modes=SLOT_MODES,
     )

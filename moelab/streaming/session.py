@@ -54,9 +54,8 @@ class Session:
         if config.source == "host":
             host.check(mailbox, ranks)
         read = partial(UploadingReader, mailbox) if mailbox else Reader
-        direct = config.mode in SLOT_MODES and config.reads == "direct"
-        direct = (plan.direct if plan else direct) and native.direct_loop() is not None
-        self.reader = read(config.readers, direct)
+        direct = plan.direct if plan else config.mode in SLOT_MODES and config.reads == "direct"
+        self.reader = read(config.readers, direct and native.direct_loop() is not None)
         self.located = {
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()
