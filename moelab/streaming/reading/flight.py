@@ -8,7 +8,6 @@ there by some bytes, when somebody asks whether they have arrived.
 import ctypes
 import os
 import platform
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...kernels.code import I64
+from ...system import HERE, Linux
 from .file import check_unchanged
 from .native import FD, GOT, NBYTES, OFFSET, ROOM, TableCode, address_of, built
 from .ranges import Ranges, read_ranges
@@ -35,10 +35,11 @@ class Queue:
     """The system's queue of reads in flight, for one thread; ``OSError`` where there is none."""
 
     def __init__(self):
-        numbers = CALLS.get(platform.machine())
-        self._send, self._land = built(_Send, "syscall"), built(_Land, "syscall", "memmove")
-        if sys.platform != "linux" or numbers is None or self._send is None or self._land is None:
+        numbers = CALLS.get(platform.machine()) if isinstance(HERE, Linux) else None
+        code = built(_Send, "syscall"), built(_Land, "syscall", "memmove")
+        if numbers is None or None in code:
             raise OSError("no reads without a thread on this system")
+        self._send, self._land = code
         setup, self._destroy, self._submit, self._getevents = numbers
         self._system, context = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_ulong()
         if self._system(setup, DEPTH, ctypes.byref(context)) < 0:

@@ -4,7 +4,6 @@ import copy
 import ctypes
 import io
 import mmap
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 from ... import kernels
 from ...checkpoint import GATE_UP, ExpertTensor, packing_order
 from ...experts import expert_parameters
+from ...system import HERE, Linux
 from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, give_room
 from ..reading.native import (
     ALIGNED,
@@ -183,7 +183,7 @@ def slot_nbytes(
 
 def can_empty() -> bool:
     """Whether slots can return memory to the system and take it again: on a Linux CPU."""
-    return sys.platform == "linux" and mx.default_device() == mx.cpu
+    return isinstance(HERE, Linux) and mx.default_device() == mx.cpu
 
 
 @dataclass(frozen=True, eq=False)
