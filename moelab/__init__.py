@@ -28,10 +28,10 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 _HOMES = {  # the module that each public name comes from
     "CheckpointError": "checkpoint",
     "DFlashDraft": "speculation.dflash",
-    "Footprint": "streaming.plan",
     "LookupDraft": "speculation.drafts",
     "MTPDraft": "speculation.mtp",
     "ModelDraft": "speculation.drafts",
+    "ModelFacts": "streaming.facts",
     "Plan": "streaming.plan",
     "ReadError": "streaming.reading.file",
     "Rollback": "speculation.rollback",

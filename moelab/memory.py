@@ -41,18 +41,14 @@ WHY_LEFT = (
     f"takes some {CLIFF} times as long, by published speeds"
 )
 # How often a Mac may swap: what a few more slots gain, over what swapping costs. It is taken that
-# they gain 3%, or 0.5% where fewer than a third of the experts fit, and that every expert in a slot
-# gains half. With 0.5%, nine plans of data/results/cpu_planned_macs.json have 6 to 33% fewer slots
-# than with 3%, and lose -1.5 to 2.7% of their speed. If only K slots in each layer fit, a model is
-# refused only where a Mac swaps more often than not.
-RISKS = 0.005 / (CLIFF - 1), 0.03 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
-FEW_SHARE = 1 / 3
+# they gain 1%, and that every expert in a slot gains half. If only K slots in each layer fit, a
+# model is refused only where a Mac swaps more often than not.
+RISKS = 0.01 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 
 
 class Most(NamedTuple):
-    """Bytes that a plan may fill: with few experts in slots, some, every one, only K of a layer."""
+    """Bytes that a plan may fill: with some experts in slots, with every one, with K of a layer."""
 
-    few: float
     some: float
     every: float
     least: float
@@ -62,7 +58,7 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
     """What a plan may fill of a machine's memory (``is_mac``: None for this machine)."""
     is_mac = isinstance(HERE, Mac) if is_mac is None else is_mac
     if not is_mac:
-        return Most(*4 * (float("inf"),))
+        return Most(*3 * (float("inf"),))
     return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS))
 
 

@@ -31,7 +31,7 @@ from moelab.configs import one_of
 from moelab.lab import records
 from moelab.lab.experiments import page_cache
 from moelab.lab.experiments.plan import forecast
-from moelab.lab.models import named_sizes
+from moelab.lab.models import named
 from moelab.memory import Most, swap_risk
 from moelab.replay.machine import CHIPS, Machine, typical_trace
 from moelab.replay.pagecache import replay
@@ -176,38 +176,40 @@ def machine_of(row):
     return Machine.mac(row.ram_gb * 2**30, disk, rate)
 
 
-def sizes_of(row):
-    """The sizes of a row's model."""
+def plan_of(row):
+    """The plan of a row's model."""
     top_k = None if row.top_k != row.top_k else int(row.top_k)
-    return named_sizes(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
+    return named(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
 
 
-def _held(row, sizes):
+def _held(row, plan):
     """Experts of each layer that a row says it holds."""
     if row.slots_or_cache == "all" or row.hit_rate == 1:
-        return sizes.E
+        return plan.num_experts
     if row.held_gb == row.held_gb:
-        return min(sizes.E, int(row.held_gb * 1e9 / (sizes.L * sizes.expert_nbytes)))
-    return 0 if row.slots != row.slots else min(sizes.E, int(row.slots))
+        one = plan.facts.num_layers * plan.facts.expert_nbytes
+        return min(plan.num_experts, int(row.held_gb * 1e9 / one))
+    return 0 if row.slots != row.slots else min(plan.num_experts, int(row.slots))
 
 
 def predict(row):
     """Predict what a token takes with a row's model, machine and slots."""
-    sizes, machine = sizes_of(row), machine_of(row)
-    one, held = sizes.L * sizes.expert_nbytes, _held(row, sizes)
-    other = sizes.checkpoint_nbytes - one * sizes.E
-    slots, policy = (held, "lru") if held >= sizes.K else (sizes.K, "none")
-    arrays = 0 if row.slots_or_cache == "page cache" else sizes.other_nbytes + held * one
-    costs = machine.costs(sizes, arrays)
+    plan, machine = plan_of(row), machine_of(row)
+    facts, (L, K, E) = plan.facts, plan.facts.shape
+    one, held = L * facts.expert_nbytes, _held(row, plan)
+    other = facts.checkpoint_nbytes - one * E
+    slots, policy = (held, "lru") if held >= K else (K, "none")
+    arrays = 0 if row.slots_or_cache == "page cache" else plan.other_nbytes + held * one
+    costs = machine.costs(facts, arrays)
     # Take a source's word for the experts it holds: the page cache has the rest, or nothing.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
-        typical_trace(sizes, TOKENS),
+        typical_trace(facts, TOKENS),
         memory,
         slots,
         policy,
-        expert_nbytes=sizes.expert_nbytes,
-        costs=costs.without_reads() if slots == sizes.E else costs,
+        expert_nbytes=facts.expert_nbytes,
+        costs=costs.without_reads() if slots == E else costs,
         other_nbytes=other,
         skip=TOKENS // 2,
     )
@@ -244,7 +246,7 @@ def settings(groups=None):
     known &= table.model.isin(MODELS) & table.bits.str.match(r"\d") & table.ram_gb.notna()
     known &= (table.held_gb.notna() | table.slots.notna()) & table.group.isin(groups or table.group)
     table = table[known]
-    table = table.assign(holds=[_held(row, sizes_of(row)) for _, row in table.iterrows()])
+    table = table.assign(holds=[_held(row, plan_of(row)) for _, row in table.iterrows()])
     found = []
     for number, (_, part) in enumerate(table.groupby(SAME, dropna=False, sort=False)):
         each = part.drop_duplicates("holds").set_index("holds", drop=False)
@@ -259,7 +261,7 @@ def settings(groups=None):
             has_rate = one.ssd_gb_s == one.ssd_gb_s
             found.append(
                 {name: one[name] for name in SAME}
-                | {"set": number, "slots": holds, "of": sizes_of(one).E}
+                | {"set": number, "slots": holds, "of": plan_of(one).num_experts}
                 | {name: holds == n for name, n in near.items()}
                 | {"published_tok_s": one.tok_s, "best_over": each.tok_s.max() / one.tok_s}
                 | {"predicted_tok_s": predict(one).tok_s if has_rate else float("nan")}
@@ -269,13 +271,13 @@ def settings(groups=None):
 
 def half(ram_gb):
     """What a plan filled of a Mac before it weighed the risk: half of its memory."""
-    return Most(*4 * (ram_gb * 1e9 / 2,))
+    return Most(*3 * (ram_gb * 1e9 / 2,))
 
 
 def slots_of(row, most):
     """The slots of a plan for a row's model; 0 if it does not fit."""
     try:
-        return named_sizes(MODELS[row.model], most, int(row.bits[0])).slots
+        return named(MODELS[row.model], most, int(row.bits[0])).slots
     except ValueError:
         return 0
 
@@ -305,24 +307,23 @@ PLANNED += "qwen3.5-122b-a10b", "glm-5"
 def macs():
     """Slots and speeds of plans for Macs, and of plans that fill half (before) or the most.
 
-    ``some_`` is the plan without a lower risk for few experts. ``at_risk_`` is a plan with which a
-    Mac swaps every other time; its speed is without swapping.
+    ``at_risk_`` is a plan with which a Mac swaps every other time; its speed is without swapping.
     """
     found = []
     for ram, chip, ssd in MACS:
         machine = Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)
-        edge = Most(*4 * machine.most[3:])
-        tries = {"": machine.most, "some_": machine.most._replace(few=machine.most.some)}
-        tries |= {"before_": half(ram), "at_risk_": edge}
+        edge = Most(*3 * machine.most[2:])
+        tries = {"": machine.most, "before_": half(ram), "at_risk_": edge}
         for name in PLANNED:
             row = {"variant": f"{chip}, {ram} GB", "model": name}
             for which, most in tries.items():
                 with suppress(ValueError):  # it does not fit
-                    sizes = named_sizes(name, most)
-                    held = sizes.other_nbytes + sizes.slots * sizes.slot_nbytes
-                    speed = 1 / forecast(name, machine, slots=sizes.slots).advice.token_s
-                    row |= {f"{which}slots": sizes.slots, f"{which}plan_tok_s": speed}
-                    row |= {f"{which}left_gb": (machine.ram_nbytes - held) / 1e9, "of": sizes.E}
+                    plan = named(name, most)
+                    held = plan.other_nbytes + plan.facts.slots_nbytes
+                    speed = 1 / forecast(name, machine, slots=plan.slots).advice.token_s
+                    row |= {f"{which}slots": plan.slots, f"{which}plan_tok_s": speed}
+                    left_gb = (machine.ram_nbytes - held) / 1e9
+                    row |= {f"{which}left_gb": left_gb, "of": plan.num_experts}
                     row |= {f"{which}risk": swap_risk(machine.ram_nbytes, held)}
             found.append(row)
     return pd.DataFrame(found)
@@ -366,13 +367,13 @@ def own():
     """Speeds of our own, beside those that follow from costs measured on the same machine."""
     rows = []
     for where, costs, speeds, layers in OWN:
-        sizes, found = page_cache.machine_and_model(records.read(costs))
+        plan, found = page_cache.machine_and_model(records.read(costs))
         samples = records.read(speeds)
         # If a record does not say how to read, the engine chose.
         usual = {"direct": found.reads_direct, "limit_nbytes": float("inf")}
         samples = samples.assign(**{n: v for n, v in usual.items() if n not in samples})
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
-        for one in page_cache.replayed(page_cache.told(samples), sizes, found, trace).itertuples():
+        for one in page_cache.replayed(page_cache.told(samples), plan, found, trace).itertuples():
             memory = f"{one.limit_mb / 1e3:.2g} GB" if one.limit_mb < float("inf") else "no limit"
             variant = f"{memory}, {one.slots} slots, {one.reads}"
             rows.append((where, variant, 1e3 / one.ms, 1e3 / one.replayed_ms))

@@ -84,7 +84,7 @@ class Model:
         more = args.decode_concurrency - 1
         if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
             # Leave out one text that would fit, since the available memory changes.
-            slots = (alone.prompt_slots - alone.top_k) * sum(alone.expert_nbytes)
+            slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
             free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
             free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
             more = min(more, free // alone.caches_nbytes)

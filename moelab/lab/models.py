@@ -1,31 +1,34 @@
-"""Model folders, and the sizes of models that are not there."""
+"""Model folders, and the plans of models that are not there."""
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 from ..checkpoint import temporary_folder
 from ..configs import CONFIGS, one_of
 from ..memory import Most
-from ..replay.sizes import ModelSizes
 from ..streaming.config import MOST_NBYTES, StreamConfig
 from ..streaming.facts import ModelFacts
 from ..streaming.model import find as folder  # noqa: F401 (the experiments' name for it)
-from ..streaming.plan import plan_of
+from ..streaming.plan import Plan, plan, plan_of
 from ..synthesize import BITS, write_headers
 
 CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # as the commands load a model
 
 
-def named_sizes(
-    name: str, most: Most | None = None, bits: int = BITS, top_k: int | None = None
-) -> ModelSizes:
-    """The sizes of a published model, from its configuration; it must fit with K slots.
+def planned(path: str | Path, memory_nbytes: float = MOST_NBYTES) -> Plan:
+    """The plan of a folder in memory for its process and page cache."""
+    return plan(path, CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
+
+
+def named(name: str, most: Most | None = None, bits: int = BITS, top_k: int | None = None) -> Plan:
+    """The plan of a published model, from its configuration; it must fit with K slots.
 
     ``most`` is what a plan may fill (None: no limit).
     """
     config = replace(CONFIG, memory_nbytes=MOST_NBYTES)
-    sizes = ModelSizes.planned(plan_of(_facts(one_of(CONFIGS, name), bits), config, most=most))
-    return replace(sizes, K=top_k or sizes.K)
+    found = plan_of(_facts(one_of(CONFIGS, name), bits), config, most=most)
+    return replace(found, facts=replace(found.facts, top_k=top_k or found.top_k))
 
 
 @functools.cache
@@ -34,3 +37,29 @@ def _facts(name, bits):
     with temporary_folder() as path:
         write_headers(path, CONFIGS[name], bits)
         return ModelFacts.of(path, CONFIG)
+
+
+def settings_of(plan: Plan) -> dict[str, int]:
+    """What a record keeps of a plan."""
+    facts, (L, K, E) = plan.facts, plan.facts.shape
+    return {
+        "checkpoint_nbytes": facts.checkpoint_nbytes,
+        "other_nbytes": plan.other_nbytes,
+        "expert_nbytes": facts.expert_nbytes,
+        "slot_nbytes": facts.slot_nbytes,
+        **{"L": L, "E": E, "K": K},
+    }
+
+
+def recorded(settings: dict) -> Plan:
+    """The plan that a record keeps, of a model whose every layer has the same experts."""
+    L, E, K = (settings[name] for name in "LEK")
+    facts = ModelFacts(
+        experts=dict.fromkeys(map(str, range(L)), E),
+        top_k=K,
+        checkpoint_nbytes=settings["checkpoint_nbytes"],
+        expert_nbytes=settings["expert_nbytes"],
+        layers_nbytes=(settings["slot_nbytes"] // L,) * L,
+        num_blocks=L,
+    )
+    return Plan(facts, CONFIG, settings["other_nbytes"])

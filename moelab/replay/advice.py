@@ -8,10 +8,10 @@ import numpy as np
 
 from ..repack import Gain
 from ..streaming.config import EVICTION, StreamConfig
+from ..streaming.plan import Plan
 from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay
-from .sizes import ModelSizes
 
 # Settings within this share of the fastest count as equal; the one that moves the fewest bytes is
 # taken, because reads have costs that a replay does not know. Where reads cannot go past the page
@@ -74,7 +74,7 @@ class Advice:
 
 
 def advise(
-    sizes: ModelSizes,
+    plan: Plan,
     memory_nbytes: float,
     trace: Trace,
     costs: Costs,
@@ -88,25 +88,25 @@ def advise(
     trace only fills the caches. ``packed_gain`` is how much faster experts in one piece are read;
     None: they lie in one piece already.
     """
-    most = sizes.fits(memory_nbytes)
+    K, E, most = plan.top_k, plan.num_experts, plan.fits(memory_nbytes)
     if slots is None:
-        slots = np.unique(np.linspace(sizes.K, most, NUM_SLOTS).astype(int)).tolist()
-    slots = [n for n in slots if sizes.K <= n <= most]
+        slots = np.unique(np.linspace(K, most, NUM_SLOTS).astype(int)).tolist()
+    slots = [n for n in slots if K <= n <= most]
     if not slots:
         raise ValueError(
-            f"advise: expected slots from {sizes.K} (the experts per token) to {most} (what fits), "
+            f"advise: expected slots from {K} (the experts per token) to {most} (what fits), "
             "got none."
         )
     skip = len(trace.decode) // 2
     ways = (False, True) if costs.reads_direct and memory_nbytes < float("inf") else (False,)
     every = [Setting(n, policy, direct) for direct in ways for policy in policies for n in slots]
-    settings = replay_settings(sizes, memory_nbytes, trace, costs, every, skip)
+    settings = replay_settings(plan, memory_nbytes, trace, costs, every, skip)
     n, policy, direct = picked = pick(settings, fewest_slots=not costs.reads_direct)
     chosen = settings[picked]
     page_hit_rate = np.nan_to_num(chosen.page_hit_rate)
     of_pages = _way(True) if direct else f"the page cache serves {page_hit_rate:.0%} of the rest"
     why = [
-        f"{n} of {sizes.E} slots serve {chosen.app_hit_rate:.0%} of the experts; {of_pages}, and "
+        f"{n} of {E} slots serve {chosen.app_hit_rate:.0%} of the experts; {of_pages}, and "
         f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD."
     ]
     for other, r in settings.items():
@@ -118,14 +118,14 @@ def advise(
         why.append("Each expert lies in one piece already.")
     else:
         faster = costs.faster_disk(packed_gain.quartiles[1])
-        packed = replay_settings(sizes, memory_nbytes, trace, faster, [picked], skip)[picked]
+        packed = replay_settings(plan, memory_nbytes, trace, faster, [picked], skip)[picked]
         saved = 1 - packed.mean_s / chosen.mean_s
         why.append(
             f"Layout: {packed_gain}: `python -m moelab repack MODEL OUT` would save {saved:.1%} of "
             f"a token, {'' if saved >= WORTH else 'not '}worth a second copy."
         )
         chosen, layout = (packed, "packed") if saved >= WORTH else (chosen, "as it is")
-    if most == sizes.E:
+    if most == E:
         why.append(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "
             "for the routing (python -m moelab bench)."
@@ -137,7 +137,7 @@ def advise(
 
 
 def replay_settings(
-    sizes: ModelSizes,
+    plan: Plan,
     memory_nbytes: float,
     trace: Trace,
     costs: Costs,
@@ -145,9 +145,10 @@ def replay_settings(
     skip: int,
 ) -> dict[Setting, Replay]:
     """Replay a trace with each setting; ``skip`` tokens do not count. Full slots read nothing."""
+    facts = plan.facts
 
     def is_held(setting):
-        return setting.slots >= sizes.E and setting.policy != "none"
+        return setting.slots >= plan.num_experts and setting.policy != "none"
 
     return {
         setting: replay(
@@ -155,10 +156,10 @@ def replay_settings(
             memory_nbytes,
             setting.slots,
             setting.policy,
-            expert_nbytes=sizes.expert_nbytes,
+            expert_nbytes=facts.expert_nbytes,
             costs=costs.without_reads() if is_held(setting) else costs,
-            slot_nbytes=sizes.slot_nbytes // sizes.L,
-            other_nbytes=sizes.other_nbytes,
+            slot_nbytes=facts.slot_nbytes // facts.num_layers,
+            other_nbytes=plan.other_nbytes,
             skip=skip,
             direct=setting.direct and not is_held(setting),
         )

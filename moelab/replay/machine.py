@@ -12,11 +12,12 @@ from math import inf, isnan, nan
 import numpy as np
 
 from ..memory import CLIFF, Most, gpu_limit, most_for_a_model
+from ..streaming.facts import ModelFacts
+from ..streaming.plan import Plan
 from ..streaming.trace import Trace
 from .costs import Costs
 from .locality import Locality, synthesize
 from .pagecache import Replay
-from .sizes import ModelSizes
 
 # On a Mac: seconds of a layer, seconds more if it reads, and bytes copied from the page cache.
 # These are a typical published engine's, as ``data/recipes/published.py`` at 6fe0031 fitted them.
@@ -87,16 +88,16 @@ class Machine:
     def measured(
         cls,
         costs: Costs,
-        sizes: ModelSizes,
+        facts: ModelFacts,
         ram_nbytes: float,
         taken_nbytes: float,
         is_mac: bool = False,
     ):
-        """A machine from costs that were measured on it with the model of these sizes."""
-        rate = min(MAX_BYTES_PER_S, sizes.expert_nbytes / max(costs.expert_s, 1e-12))
+        """A machine from costs that were measured on it with the model of these facts."""
+        rate = min(MAX_BYTES_PER_S, facts.expert_nbytes / max(costs.expert_s, 1e-12))
 
         def layer_s(fixed_s):
-            return float(np.maximum(0.0, fixed_s - sizes.token_nbytes / rate)) / sizes.layers
+            return float(np.maximum(0.0, fixed_s - facts.dense_nbytes / rate)) / facts.num_blocks
 
         return cls(
             ram_nbytes,
@@ -106,7 +107,7 @@ class Machine:
             layer_s(costs.fixed_s),
             (costs.cold_call_s, costs.warm_call_s),
             1 / costs.warm_s_per_byte,
-            costs.prompt_token_s * rate / sizes.active_nbytes,
+            costs.prompt_token_s * rate / facts.active_nbytes,
             layer_s(costs.held_fixed_s),
             is_mac=is_mac,
         )
@@ -127,17 +128,17 @@ class Machine:
         """Whether a Mac probably swaps if a model's arrays take so much."""
         return self.is_mac and held_nbytes > self.most.least
 
-    def prompt_s(self, sizes: ModelSizes, tokens: int, slots: int) -> tuple[float, float]:
+    def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
         Each ``prompt_tokens`` tokens read what slots did not keep, during the arithmetic or before.
         """
-        step = sizes.prompt_tokens
-        needed = [distinct(sizes, min(step, tokens - i)) for i in range(0, tokens, step)]
+        step, facts = plan.prompt_tokens, plan.facts
+        needed = [distinct(facts, min(step, tokens - i)) for i in range(0, tokens, step)]
         experts = needed[0] + sum(max(0.0, n - slots) for n in needed[1:])
-        reads_s = sizes.L * experts * sizes.expert_nbytes / self.disk_bytes_per_s
+        reads_s = facts.num_layers * experts * facts.expert_nbytes / self.disk_bytes_per_s
         shares = (0.0, 1.0) if isnan(self.prompt_share) else (self.prompt_share, self.prompt_share)
-        all_s = tokens * sizes.active_nbytes / self.weights_bytes_per_s
+        all_s = tokens * facts.active_nbytes / self.weights_bytes_per_s
         return max(reads_s, shares[0] * all_s), reads_s + shares[1] * all_s
 
     def reads_s(self, found: Replay) -> tuple[float, float, float]:
@@ -147,7 +148,7 @@ class Machine:
         copies_s = min(reads_s - ssd_s, found.copied_per_token / self.copy_bytes_per_s)
         return ssd_s, copies_s, reads_s - ssd_s - copies_s
 
-    def costs(self, sizes: ModelSizes, held_nbytes: float = 0.0) -> Costs:
+    def costs(self, facts: ModelFacts, held_nbytes: float = 0.0) -> Costs:
         """The costs that a replay needs, for a model whose arrays take ``held_nbytes``.
 
         A Mac that swaps drops what was used longest ago, which comes next: all takes ``CLIFF``
@@ -155,11 +156,11 @@ class Machine:
         """
         slow = CLIFF if self.swaps(held_nbytes) else 1
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
-        backbone_s = sizes.token_nbytes / self.weights_bytes_per_s
+        backbone_s = facts.dense_nbytes / self.weights_bytes_per_s
         return Costs(
-            fixed_s=slow * (backbone_s + sizes.layers * self.layer_s),
-            held_fixed_s=slow * (backbone_s + sizes.layers * self.held_layer_s),
-            expert_s=slow * sizes.expert_nbytes / self.weights_bytes_per_s,
+            fixed_s=slow * (backbone_s + facts.num_blocks * self.layer_s),
+            held_fixed_s=slow * (backbone_s + facts.num_blocks * self.held_layer_s),
+            expert_s=slow * facts.expert_nbytes / self.weights_bytes_per_s,
             warm_s_per_byte=slow / self.copy_bytes_per_s,
             cold_s_per_byte=slow / self.disk_bytes_per_s,
             warm_call_s=slow * self.wait_s[1],
@@ -169,23 +170,23 @@ class Machine:
         )
 
 
-def typical_trace(sizes: ModelSizes, tokens: int) -> Trace:
+def typical_trace(facts: ModelFacts, tokens: int) -> Trace:
     """A trace of a model's shape that hits slots as often as published models do."""
-    return _trace(sizes.L, sizes.E, sizes.K, tokens)
+    return _trace(*facts.shape, tokens)
 
 
 @lru_cache(maxsize=32)  # the same trace for every machine, so that its replays are found again
-def _trace(L, E, K, tokens):
+def _trace(L, K, E, tokens):
     return synthesize(Locality((ZIPF,), (0.0,), (1.0,)), tokens, L, E, K)
 
 
-def distinct(sizes: ModelSizes, tokens: int) -> float:
+def distinct(facts: ModelFacts, tokens: int) -> float:
     """Different experts that so many tokens need in a layer, as ``typical_trace`` chooses them."""
-    popular = np.arange(1, sizes.E + 1) ** -ZIPF
+    popular = np.arange(1, facts.num_experts + 1) ** -ZIPF
     low, high = 0.0, 1e9  # bounds of the factor with which one token needs K experts
     for _ in range(100):
         middle = (low + high) / 2
-        few = -np.expm1(-middle * popular).sum() < sizes.K
+        few = -np.expm1(-middle * popular).sum() < facts.top_k
         low, high = (middle, high) if few else (low, middle)
     return float(-np.expm1(-low * popular * tokens).sum())
 

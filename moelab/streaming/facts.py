@@ -30,29 +30,33 @@ LINEARS = (nn.Linear, nn.QuantizedLinear)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is made of, and the bytes that it takes whatever its slots are."""
+    """What a model is made of, and the bytes that it takes.
 
-    path: Path  # of the checkpoint
+    A record keeps the first five facts: what a replay needs (``lab.models.recorded``).
+    """
+
     experts: dict[str, int]  # E of each MoE layer, by the path of the module of its experts
+    top_k: int  # K; 0 without experts
+    checkpoint_nbytes: int  # the tensors on disk
+    expert_nbytes: int  # one expert of the first layer on disk
+    layers_nbytes: tuple[int, ...]  # one slot of each layer
+    path: Path = Path()  # of the checkpoint
     # The experts' parameters by path in the model: where those lie that are read into slots, those
     # that stay in memory for all E, and those that should be read but lie scattered.
-    located: dict[str, ExpertTensor] = field(repr=False)
-    resident: tuple[str, ...] = field(repr=False)
-    scattered: tuple[str, ...] = field(repr=False)
-    top_k: int  # K; 0 without experts
-    num_blocks: int  # all layers, those without experts as well
-    dtype: mx.Dtype  # of the activations
-    checkpoint_nbytes: int  # the tensors on disk
-    disk_nbytes: int  # one expert of the first layer on disk
-    table_nbytes: int  # the embeddings on disk, if no head shares them: a token needs one row
-    expert_nbytes: tuple[int, ...]  # one expert of each layer in its slot
-    backbone_nbytes: int  # everything but the experts; of a table on disk, the rows in memory
-    resident_nbytes: int  # the experts' parameters that are in memory for all E beside slots
-    caches_nbytes: int  # key-value caches and recurrent states of ``StreamConfig.context`` tokens
-    verify_nbytes: int  # recurrent states that ``StreamConfig.verify_tokens`` keep for a while
-    token_nbytes: int  # to compute one token of a prompt
-    token_logits_nbytes: int  # the part of it for logits, if all of a prompt's are computed
-    logits_nbytes: int  # if not, the logits of few tokens, beside ``token_nbytes``
+    located: dict[str, ExpertTensor] = field(default_factory=dict, repr=False)
+    resident: tuple[str, ...] = field(default=(), repr=False)
+    scattered: tuple[str, ...] = field(default=(), repr=False)
+    slots: int = 0  # S; else the experts of a layer that a mode keeps; 0 until a plan says it
+    num_blocks: int = 0  # all layers, those without experts as well
+    dtype: mx.Dtype = mx.float32  # of the activations
+    table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
+    backbone_nbytes: int = 0  # everything but the experts; of a table on disk, the rows in memory
+    resident_nbytes: int = 0  # the experts' parameters that are in memory for all E beside slots
+    caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
+    verify_nbytes: int = 0  # recurrent states that ``StreamConfig.verify_tokens`` keep for a while
+    token_nbytes: int = 0  # to compute one token of a prompt
+    token_logits_nbytes: int = 0  # the part of it for logits, if all of a prompt's are computed
+    logits_nbytes: int = 0  # if not, the logits of few tokens, beside ``token_nbytes``
 
     @classmethod
     def of(
@@ -81,12 +85,37 @@ class ModelFacts:
     @property
     def slot_nbytes(self) -> int:
         """The bytes of one slot in every layer."""
-        return sum(self.expert_nbytes)
+        return sum(self.layers_nbytes)
+
+    @property
+    def slots_nbytes(self) -> int:
+        """The bytes of all slots, or of the experts that a mode without slots keeps."""
+        layers = zip(self.layers_nbytes, self.experts.values())
+        return sum(nbytes * min(self.slots, E) for nbytes, E in layers)
 
     @property
     def kept_nbytes(self) -> int:
         """The bytes of everything but the slots that stays in memory."""
         return self.backbone_nbytes + self.resident_nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        """The bytes of a loaded model, without a prompt's activations and caches."""
+        return self.kept_nbytes + self.slots_nbytes
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of the checkpoint that each token needs beside experts.
+
+        They are all but the table of embeddings, which in some models is the head too.
+        """
+        experts = self.num_layers * self.num_experts * self.expert_nbytes
+        return self.checkpoint_nbytes - experts - self.table_nbytes
+
+    @property
+    def active_nbytes(self) -> int:
+        """Bytes of the checkpoint that a decoded token needs."""
+        return self.dense_nbytes + self.num_layers * self.top_k * self.expert_nbytes
 
     def few_nbytes(self, tokens: int) -> int:
         """The bytes of a call's arrays if it has few tokens, with their logits."""
@@ -118,11 +147,12 @@ def facts_of(
     resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident
     sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
-    slots = [
+    layers = [
         slot_nbytes(path, named, {n: t for n, t in located.items() if n in in_slots})
         for path, named in parameters.items()
     ]
     counts = [num_experts(module) for module in modules.values()]
+    kept_of = {"resident": max(counts, default=0), "serial": 1, "buffers": top_k}
     first = next(iter(modules), None)
     linears = [
         {linear: module[linear] for linear in {name.split(".")[0] for name in parameters[path]}}
@@ -140,18 +170,19 @@ def facts_of(
     tensors = checkpoint.tensors
     is_tied = not any("head" in name for name in tensors)
     return ModelFacts(
-        path=checkpoint.path,
         experts=dict(zip(modules, counts)),
+        top_k=top_k,
+        checkpoint_nbytes=checkpoint.nbytes,
+        expert_nbytes=sum(t.nbytes for name, t in located.items() if name.startswith(f"{first}.")),
+        layers_nbytes=tuple(layers),
+        path=checkpoint.path,
         located={name: t for name, t in located.items() if name in in_slots},
         resident=tuple(resident),
         scattered=tuple(name for name in every if name in in_slots and name not in located),
-        top_k=top_k,
+        slots=kept_of.get(config.mode, 0 if config.asks_for_slots else config.slots),
         num_blocks=len({n[0] for name in tensors if (n := re.findall(r"layers\.(\d+)\.", name))}),
         dtype=dtype,
-        checkpoint_nbytes=checkpoint.nbytes,
-        disk_nbytes=sum(t.nbytes for name, t in located.items() if name.startswith(f"{first}.")),
         table_nbytes=0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n),
-        expert_nbytes=tuple(slots),
         backbone_nbytes=sum(p.nbytes for _, p in tree_flatten(model.parameters()))
         - sum(sizes)
         + sum(m.hot_nbytes for m in model.modules() if isinstance(m, DiskEmbedding)),

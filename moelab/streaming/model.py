@@ -301,7 +301,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
         chosen = plan_of(facts, config, ranks)
         if ranks:  # each rank has its own slots, but a prompt's parts must be the same
             chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
-        config = chosen.config
+        config, facts = chosen.config, chosen.facts
     # The experts' modules compute with the kernels, too: each slot bank has a copy of one.
     fast = config.kernels == "fast"
     found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else {}

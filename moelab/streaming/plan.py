@@ -6,8 +6,8 @@ half of the memory in slots, slots and page cache hold the same experts.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +17,6 @@ import psutil
 
 from ..checkpoint import leaves
 from ..memory import (
-    FEW_SHARE,
     WHY_LEFT,
     Most,
     memory_in_cgroups,
@@ -77,38 +76,40 @@ class Plan:
 
     facts: ModelFacts = field(repr=False)
     config: StreamConfig  # the given one, with these slots
-    slots: int  # in each layer (S)
-    # Slots that stay while a prompt is computed; the others lend it their memory.
-    prompt_slots: int
-    memory_nbytes: int  # that the process may take beside what it holds already
-    system_nbytes: int  # other available bytes, which are left to the system
-    process_nbytes: int  # for the process itself
-    prompt_nbytes: int  # for computing ``prompt_tokens`` tokens at once
     other_nbytes: int  # all that the process takes beside the slots while it decodes
+    # Slots that stay while a prompt is computed; the others lend it their memory.
+    prompt_slots: int = 0
+    memory_nbytes: int = 0  # that the process may take beside what it holds already
+    system_nbytes: int = 0  # other available bytes, which are left to the system
+    process_nbytes: int = 0  # for the process itself
+    prompt_nbytes: int = 0  # for computing ``prompt_tokens`` tokens at once
     # A prompt's tokens that are computed at once: the model divides a longer call that has a cache
     # and no other argument. As mlx-lm's ``prefill_step_size`` it saves the logits' memory, too.
-    prompt_tokens: int
+    prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" they are, on a CPU, if
     # the available memory decided the number of slots, there are more than K, and the page cache
     # has room for less than twice as many experts (with slots for all: for fewer than all). It
     # would hold much the same ones, and a copy from it takes a core's time.
-    direct: bool
-    reason: str  # in one line
+    direct: bool = False
+    reason: str = ""  # in one line
 
-    num_layers = property(attrgetter("facts.num_layers"), doc="L, MoE layers.")
+    slots = property(attrgetter("facts.slots"), doc="In each layer (S).")
     num_experts = property(attrgetter("facts.num_experts"), doc="E, the largest of any layer.")
     top_k = property(attrgetter("facts.top_k"), doc="K.")
-    backbone_nbytes = property(attrgetter("facts.kept_nbytes"), doc="All but the slots that stays.")
     caches_nbytes = property(attrgetter("facts.caches_nbytes"), doc="Of ``context`` tokens.")
-    expert_nbytes = property(attrgetter("facts.expert_nbytes"), doc="One of each layer, in a slot.")
     context = property(attrgetter("config.context"), doc="Tokens whose caches fit.")
     reserved_nbytes = property(attrgetter("config.reserved_nbytes"), doc="As ``StreamConfig``.")
 
     @property
     def all_caches_nbytes(self) -> int:
         """The bytes that are left for caches of several texts together."""
-        taken = self.process_nbytes + self.backbone_nbytes + self.prompt_nbytes
+        taken = self.process_nbytes + self.facts.kept_nbytes + self.prompt_nbytes
         return self.memory_nbytes - taken - self.prompt_slots * self.facts.slot_nbytes
+
+    def fits(self, memory_nbytes: float) -> int:
+        """The most slots in each layer with which the model fits in so much memory, at most E."""
+        nbytes = max(0, memory_nbytes - self.other_nbytes)
+        return int(min(self.num_experts, nbytes / self.facts.slot_nbytes))
 
     def slots_beside(self, tokens: int) -> int:
         """The slots that stay in use while a call of so many tokens is computed."""
@@ -178,38 +179,22 @@ def plan_of(
     return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
     given, there = config.memory_nbytes, (0, 0)
     if most is None:
-        most, there = (Most(*4 * (given,)), there) if given is not None else _for_a_model()
-    few, some, every, least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
-    try:
-        found = _plan(facts, config, held, some, there)
-    except DoesNotFit as error:  # K slots may take more; a prompt's arrays grow a little with it
-        found, some = None, min(least, error.nbytes * 51 // 50)
-    found = found or _plan(facts, config, held, some, there)
-    if found.slots < held * FEW_SHARE and few < some:
-        with suppress(DoesNotFit):
-            found = _plan(facts, config, held, few, there)
-    if found.slots < held and every > some:
-        with suppress(DoesNotFit):
-            whole = _plan(facts, config, held, every, there)
-            found = whole if whole.slots == held else found
-    return found
-
-
-def _plan(facts, config, held, memory, there):
-    """The plan for ``memory`` bytes; ``there`` are those available, and those beside them."""
-    E, L, slot = facts.num_experts, facts.num_layers, facts.slot_nbytes
+        most, there = (Most(*3 * (given,)), there) if given is not None else _for_a_model()
+    L, slot = facts.num_layers, facts.slot_nbytes
     least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
-    given, system, why = config.memory_nbytes, max(0, sum(there) - memory), ""
-    if memory < there[0]:  # a Mac has more
-        why = f", {WHY_LEFT}"
-    process = PROCESS_NBYTES
-    if mx.cuda.is_available():
-        process = GPU_NBYTES
+    process = GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES
     reserved = config.reserved_nbytes + facts.verify_nbytes
     fixed = process + facts.kept_nbytes + facts.caches_nbytes + reserved
-    tokens = _prompt_tokens(facts, memory, memory - fixed - least * slot, config.context)
-    prompt = facts.arrays_nbytes(tokens)
-    prompt += min(prompt // MORE_SHARE, MORE_NBYTES) if can_empty() else 0
+    work = partial(_work, facts, config.context, fixed + least * slot)
+    some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
+    _, prompt, lendable = work(may_fill)
+    need = fixed + prompt - lendable + held * slot
+    if need > may_fill:  # K slots in each layer may take more; a prompt's arrays grow with it
+        need, may_fill = (fixed + work(some)[1] + least * slot) * 51 // 50, most_for_least
+    memory = min(may_fill, max(some, need))
+    tokens, prompt, lendable = work(memory)
+    system = max(0, sum(there) - memory)
+    why = f", {WHY_LEFT}" if memory < there[0] else ""  # a Mac has more
     parts = {
         "backbone": facts.kept_nbytes,
         f"caches of {config.context} tokens": facts.caches_nbytes,
@@ -228,8 +213,6 @@ def _plan(facts, config, held, memory, there):
             "context or a lower top_k, or take a smaller model.",
             fixed + prompt + least * slot,
         )
-    # Bytes of a prompt's memory that slots use while few tokens are computed.
-    lendable = max(0, prompt - facts.few_nbytes(tokens)) if can_empty() else 0
     # Slots that stay while a prompt is computed, and slots while it decodes.
     prompt_slots, slots = (min(held, nbytes // slot) for nbytes in (free, free + lendable))
     why = NEARLY_ALL
@@ -255,45 +238,21 @@ def _plan(facts, config, held, memory, there):
     if lent:
         reason += f" ({_size(lent)} of it lent to a prompt)"
     return Plan(
-        facts=facts,
+        facts=replace(facts, slots=slots),
         config=replace(config, slots=slots),
-        slots=slots,
+        other_nbytes=fixed + prompt - lendable,
         prompt_slots=prompt_slots,
         memory_nbytes=memory,
         system_nbytes=system,
         process_nbytes=process,
         prompt_nbytes=prompt,
-        other_nbytes=fixed + prompt - lendable,
         prompt_tokens=tokens,
         direct=direct,
         reason=reason,
     )
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """The memory that a loaded model takes, in bytes."""
-
-    facts: ModelFacts
-    # All slots. In other modes the buffers (``buffers``), one expert a layer (``serial``) or all
-    # experts (``resident``).
-    slots_nbytes: int
-
-    backbone_nbytes = property(attrgetter("facts.backbone_nbytes"), doc="All but the experts.")
-    resident_nbytes = property(attrgetter("facts.resident_nbytes"), doc="Kept for all E experts.")
-    checkpoint_nbytes = property(attrgetter("facts.checkpoint_nbytes"), doc="The tensors on disk.")
-    expert_nbytes = property(attrgetter("facts.disk_nbytes"), doc="One expert on disk.")
-    num_layers = property(attrgetter("facts.num_layers"), doc="L, MoE layers.")
-    num_experts = property(attrgetter("facts.num_experts"), doc="E, the largest of any layer.")
-    top_k = property(attrgetter("facts.top_k"), doc="K.")
-
-    @property
-    def total_nbytes(self) -> int:
-        """Backbone, slots and resident parameters together."""
-        return self.facts.kept_nbytes + self.slots_nbytes
-
-
-def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint:
+def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFacts:
     """Predict the memory of ``load(path, config)`` without reading any weights.
 
     With ``slots="auto"`` it is that of the slots that ``plan`` finds now.
@@ -303,7 +262,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint
         config (StreamConfig or None): How to stream. Default: ``StreamConfig()``.
 
     Returns:
-        Footprint: The bytes, without a prompt's activations and caches.
+        ModelFacts: ``total_nbytes`` and its parts, without a prompt's activations and caches.
 
     Raises:
         CheckpointError: If the files are damaged.
@@ -311,23 +270,27 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> Footprint
     """
     config = StreamConfig.checked(config)
     facts = ModelFacts.of(path, config)
-    if config.asks_for_slots:
-        config = plan_of(facts, config.resolved()).config
-    rows = {"resident": facts.num_experts, "serial": 1, "buffers": facts.top_k}
-    slots = rows.get(config.mode, config.slots)
-    layers = zip(facts.expert_nbytes, facts.experts.values())
-    return Footprint(facts, sum(nbytes * min(slots, E) for nbytes, E in layers))
+    return plan_of(facts, config.resolved()).facts if config.asks_for_slots else facts
 
 
-def _prompt_tokens(facts, memory, room, context):
-    """The number of a prompt's tokens that are computed at once, if ``room`` bytes are left."""
+def _work(facts, context, taken, memory):
+    """A prompt's tokens computed at once, their bytes, and those of them that slots use later.
+
+    ``taken`` are the bytes of ``memory`` for all else, K slots in each layer among them.
+    """
+    room = memory - taken
     if can_empty():  # slots lend their memory
         most = room * 7 // 8
         most -= min(most // (MORE_SHARE + 1), MORE_NBYTES)
     else:
         most = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * facts.token_nbytes)
         most = min(most, room // 2)
-    return min(max(LEAST_PROMPT_TOKENS, most // facts.token_nbytes), PROMPT_TOKENS, context)
+    tokens = min(max(LEAST_PROMPT_TOKENS, most // facts.token_nbytes), PROMPT_TOKENS, context)
+    nbytes = facts.arrays_nbytes(tokens)
+    if not can_empty():
+        return tokens, nbytes, 0
+    nbytes += min(nbytes // MORE_SHARE, MORE_NBYTES)
+    return tokens, nbytes, max(0, nbytes - facts.few_nbytes(tokens))
 
 
 def _memory():

@@ -7,14 +7,14 @@ import numpy as np
 import moelab
 from moelab.lab.experiments import advise as lab_advise
 from moelab.lab.experiments.advise import advise
+from moelab.lab.models import planned, recorded, settings_of
 from moelab.repack import Gain, repack
 from moelab.replay import locality
 from moelab.replay.costs import Costs
-from moelab.replay.sizes import ModelSizes
 
 TINY = moelab.DATA / "models" / "tiny-moe"
-SIZE = ModelSizes.of(TINY)
-MEMORY = SIZE.other_nbytes + SIZE.K * SIZE.slot_nbytes + 4e6  # hardly any page cache
+PLAN = planned(TINY)
+MEMORY = PLAN.other_nbytes + PLAN.top_k * PLAN.facts.slot_nbytes + 4e6  # hardly any page cache
 TRACE = locality.synthesize(locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4), 120, 8, 64, 8)
 COSTS = Costs(1e-2, 5e-5, 1e-9, 4e-9)
 
@@ -40,4 +40,5 @@ def test_as_many_slots_fit_as_plan_takes():
     config = moelab.StreamConfig(lazy_logits=True)
     slots = moelab.plan(TINY, config, memory_nbytes=int(200e6)).slots
     found = advise(TINY, 200e6, TRACE, COSTS).settings
-    assert max(s.slots for s in found) == ModelSizes.of(TINY, 200e6).fits(200e6) == slots > SIZE.K
+    assert recorded(settings_of(PLAN)).fits(200e6) == PLAN.fits(200e6) == slots
+    assert max(s.slots for s in found) == planned(TINY, 200e6).slots == slots > PLAN.top_k

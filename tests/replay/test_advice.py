@@ -5,12 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from moelab.lab.experiments.page_cache import machine_and_model
+from moelab.lab.records import read
 from moelab.repack import Gain
 from moelab.replay import advice, locality
 from moelab.replay.costs import Costs
-from moelab.replay.sizes import ModelSizes
 
-SIZES = ModelSizes(1_900_000_000, 190_000_000, 1_770_000, 7_900_000, L=4, E=256, K=8)
+PLAN, _ = machine_and_model(read("cpu_costs_35b"))  # 4 layers of 256 experts
+PLAN = replace(PLAN, other_nbytes=190_000_000)
 READS = Costs(0.0, 0.0, 1e-10, 1e-9)
 NO_GAIN = Gain(9, np.array([[1e9, 1e9]]))
 FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
@@ -18,7 +20,7 @@ TRACE = locality.synthesize(FLAT, 200, 4, 256, 8)
 
 
 def settings(memory, costs, slots):
-    return advice.replay_settings(SIZES, memory, TRACE, costs, [(n, "lru") for n in slots], 100)
+    return advice.replay_settings(PLAN, memory, TRACE, costs, [(n, "lru") for n in slots], 100)
 
 
 def test_among_equals_it_takes_the_setting_that_moves_least_or_has_the_fewest_slots():
@@ -35,32 +37,32 @@ def test_it_does_not_take_the_slow_middle():
 
 
 def test_advice_says_what_and_why():
-    a = advice.advise(SIZES, 1.6e9, TRACE, READS, packed_gain=NO_GAIN)
+    a = advice.advise(PLAN, 1.6e9, TRACE, READS, packed_gain=NO_GAIN)
     c = a.config
     assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True)
     assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
     assert "in one piece" in text and "resident" not in text
-    roomy = advice.advise(SIZES, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
+    roomy = advice.advise(PLAN, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
     assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
     assert roomy.layout == "packed" and roomy.config.slots <= 256
 
 
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match="expected slots from 8 .* to 0"):
-        advice.advise(SIZES, 50e6, TRACE, READS)
+        advice.advise(PLAN, 50e6, TRACE, READS)
     with pytest.raises(ValueError, match="expected slots from 8"):
-        advice.advise(SIZES, 1.6e9, TRACE, READS, slots=[4])
+        advice.advise(PLAN, 1.6e9, TRACE, READS, slots=[4])
 
 
 def test_it_reads_past_the_page_cache_where_that_is_faster():
     for direct_s, memory, direct in ((0.9e-9, 1e9, True), (5e-9, 1e9, False)):
         costs = replace(READS, direct_s_per_byte=direct_s)
-        a = advice.advise(SIZES, memory, TRACE, costs, policies=("lru",))
+        a = advice.advise(PLAN, memory, TRACE, costs, policies=("lru",))
         assert a.direct is direct and ("reads past the page cache" in str(a)) is direct
         assert {s.direct for s in a.settings} == {False, True}
-        assert not direct or a.config.slots == SIZES.fits(memory), "as many as fit, as plan says"
-    assert not advice.advise(SIZES, float("inf"), TRACE, costs, policies=("lru",)).direct
-    never = advice.advise(SIZES, 1e9, TRACE, READS, policies=("lru",))
+        assert not direct or a.config.slots == PLAN.fits(memory), "as many as fit, as plan says"
+    assert not advice.advise(PLAN, float("inf"), TRACE, costs, policies=("lru",)).direct
+    never = advice.advise(PLAN, 1e9, TRACE, READS, policies=("lru",))
     assert not any(s.direct for s in never.settings)

@@ -28,7 +28,7 @@ GB, MB = 10**9, 10**6
 
 def parts(plan):
     """What a plan reserves, slots apart."""
-    return plan.backbone_nbytes + plan.caches_nbytes + plan.prompt_nbytes + plan.process_nbytes
+    return plan.facts.kept_nbytes + plan.caches_nbytes + plan.prompt_nbytes + plan.process_nbytes
 
 
 def test_all_that_fits_is_in_slots():
@@ -37,9 +37,9 @@ def test_all_that_fits_is_in_slots():
     slots = [p.slots for p in found]
     assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
     for p in found:  # the other slots lend their memory to a prompt
-        left = p.memory_nbytes - parts(p) - p.prompt_slots * sum(p.expert_nbytes)
-        assert left >= 0 and (p.slots == p.num_experts or left < sum(p.expert_nbytes))
-        assert (p.num_layers, p.num_experts, p.top_k) == (8, 64, 8)
+        left = p.memory_nbytes - parts(p) - p.prompt_slots * p.facts.slot_nbytes
+        assert left >= 0 and (p.slots == p.num_experts or left < p.facts.slot_nbytes)
+        assert p.facts.shape == (8, 8, 64)
         assert p.config.slots == p.slots and p.reason == str(p)
         assert "\n" not in p.reason and f"slots={p.slots} of 64 in each of 8 layers" in p.reason
     assert "nearly all of the memory" in found[3].reason and "every expert" in found[-1].reason
@@ -71,10 +71,11 @@ def test_a_long_context_and_what_is_reserved_leave_fewer_slots():
     config = moelab.StreamConfig(memory_nbytes=150 * MB, context=100)
     plain, long = moelab.plan(TINY_MOE, config), moelab.plan(TINY_MOE, config, context=2000)
     less = moelab.plan(TINY_MOE, replace(config, reserved_nbytes=5 * MB))
-    one = sum(plain.expert_nbytes)
+    one = plain.facts.slot_nbytes
     assert plain.slots > long.slots and 0 < plain.slots - less.slots <= -(-5 * MB // one)
     assert moelab.plan(TINY_MOE, replace(config, context=2000)) == long
     assert moelab.plan(TINY_MOE, replace(config, slots=9)) == plain  # its slots are chosen anew
+    assert moelab.footprint(TINY_MOE, config) == plain.facts
     assert "reserved 5 MB" in less.reason and "reserved" not in plain.reason
     with pytest.raises(ValueError, match="reserved 50 MB"):
         moelab.plan(TINY_MOE, replace(config, reserved_nbytes=50 * MB))
@@ -86,7 +87,7 @@ def test_where_slots_take_twice_the_bytes_of_the_file_the_page_cache_gets_the_re
     config = moelab.StreamConfig(top_k=1, context=8, kernels="mlx")
     free = moelab.plan(path, config, memory_nbytes=GB)
     found = [
-        moelab.plan(path, config, memory_nbytes=parts(free) + n * sum(free.expert_nbytes))
+        moelab.plan(path, config, memory_nbytes=parts(free) + n * free.facts.slot_nbytes)
         for n in range(1, 9)
     ]
     slots = [p.slots for p in found]

@@ -144,7 +144,7 @@ def room(monkeypatch):
 
     def set_room(model, slots, more=0):
         session = session_of(model)
-        nbytes = slots * sum(session.plan.expert_nbytes) + more
+        nbytes = slots * session.plan.facts.slot_nbytes + more
 
         def memory_now():
             left = nbytes - session.residency.nbytes
@@ -173,7 +173,7 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
             assert {layer.slots.table.num_slots for layer in session.layers} == {used[-1]}
 
         text(64)
-        slots, before = sum(session.plan.expert_nbytes), mx.get_active_memory()
+        slots, before = session.plan.facts.slot_nbytes, mx.get_active_memory()
         with pytest.warns(RuntimeWarning, match="memory is short") as said:
             text(40)
             text(8)

@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from ... import StreamConfig, Trace
+from ... import Trace
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.costs import Costs
-from ...replay.sizes import ModelSizes
-from ...streaming.facts import ModelFacts
 from ..machine import cold_gain
+from ..models import planned
 
 
 def advise(path: Path, memory: float, trace: Trace, costs: Costs) -> Advice:
@@ -16,6 +15,6 @@ def advise(path: Path, memory: float, trace: Trace, costs: Costs) -> Advice:
 
     What packed experts would gain is measured.
     """
-    sizes, facts = ModelSizes.of(path, memory), ModelFacts.of(path, StreamConfig())
-    gain = cold_gain(facts, costs.reads_direct)
-    return advice.advise(sizes, memory, trace, costs, packed_gain=gain)
+    plan = planned(path, memory)
+    gain = cold_gain(plan.facts, costs.reads_direct)
+    return advice.advise(plan, memory, trace, costs, packed_gain=gain)

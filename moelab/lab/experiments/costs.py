@@ -6,7 +6,7 @@ python -m moelab.lab costs OUT.json MODEL
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,13 @@ from tqdm import tqdm
 from ... import StreamConfig, footprint
 from ...memory import memory_available
 from ...replay.costs import Costs
-from ...replay.sizes import ModelSizes
 from ...streaming.model import load_model
 from ...streaming.reading import native
 from ...streaming.residency.bank import can_empty
 from ...streaming.session import session_of
 from .. import oscache, records
 from ..decode import decode
-from ..models import folder
+from ..models import folder, planned, settings_of
 from ..route import route_by
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
             "measure_costs: expected more experts than a token needs, or none is ever read twice; "
             f"got {E} and {K}."
         )
-    settings = {"model": Path(path).name, **asdict(ModelSizes.of(path)), "K": K, "samples": tokens}
+    settings = {"model": Path(path).name, **settings_of(planned(path)), "K": K, "samples": tokens}
     running, rng = records.Running("costs", settings, tabled=False), np.random.default_rng(0)
     most, rows, models = min(K, E - K), [], {}  # misses in a layer, token after token
 

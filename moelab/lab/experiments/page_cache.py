@@ -2,12 +2,11 @@
 
 The records ``cpu_slots_LIMIT`` are of ``bench`` with ``--limits``, ``--direct`` and ``--feed``: a
 number of slots, and how the experts that they miss are read. ``cpu_costs_35b`` (``lab costs``) has
-what the replay needs of that machine, and the model's sizes.
+what the replay needs of that machine, and the model's plan.
 """
 
 import copy
 import json
-from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -17,11 +16,11 @@ from ... import synthesize
 from ...replay import advice, by_token
 from ...replay.costs import Costs
 from ...replay.locality import recorded_trace
-from ...replay.sizes import ModelSizes
 from ...shipped import shipped
+from ...streaming.plan import Plan
 from ...streaming.residency.table import policy_of
 from ...streaming.trace import Trace
-from .. import records
+from .. import models, records
 from .costs import costs_of
 
 if TYPE_CHECKING:
@@ -77,15 +76,13 @@ def told(samples: "DataFrame") -> "DataFrame":
 # In replay
 
 
-def machine_and_model(samples: "DataFrame") -> tuple[ModelSizes, Costs]:
-    """The model's sizes and the machine's costs, from a record of ``lab costs``."""
-    given = samples.attrs["settings"]
-    known = {f.name: given[f.name] for f in fields(ModelSizes) if f.name in given}
-    return ModelSizes(**known), costs_of(samples)
+def machine_and_model(samples: "DataFrame") -> tuple[Plan, Costs]:
+    """The model's plan and the machine's costs, from a record of ``lab costs``."""
+    return models.recorded(samples.attrs["settings"]), costs_of(samples)
 
 
 def replayed(
-    samples: "DataFrame", sizes: ModelSizes, costs: Costs, trace: Trace | None = None
+    samples: "DataFrame", plan: Plan, costs: Costs, trace: Trace | None = None
 ) -> "DataFrame":
     """Replay each setting that was measured; a row has measured and ``replayed_`` columns.
 
@@ -101,10 +98,10 @@ def replayed(
         slots, source = int(one.slots), "host" if one.reads == HOST else "disk"
         given = costs if limit_nbytes < float("inf") else costs.all_warm()
         given = costs.from_host() if source == "host" else given
-        memory = max(limit_nbytes, sizes.other_nbytes + slots * sizes.slot_nbytes)
+        memory = max(limit_nbytes, plan.other_nbytes + slots * plan.facts.slot_nbytes)
         asked = [(slots, policy_of("auto", source), one.reads == PAST)]
         text = trace[: skip + tokens]
-        (r,) = advice.replay_settings(sizes, memory, text, given, asked, skip).values()
+        (r,) = advice.replay_settings(plan, memory, text, given, asked, skip).values()
         disk_nbytes = part.disk_nbytes.median() if "disk_nbytes" in part else 0.0
         row = {
             "variant": name,

@@ -26,11 +26,9 @@ from ...memory import WHY_LEFT, gpu_limit
 from ...replay import advice
 from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
-from ...replay.sizes import ModelSizes
-from ...streaming.config import StreamConfig
 from ...streaming.facts import ModelFacts
-from ...streaming.plan import DoesNotFit, memory_for_a_model, plan_of
-from ..models import folder, named_sizes
+from ...streaming.plan import DoesNotFit, Plan, memory_for_a_model, plan_of
+from ..models import CONFIG, folder, named, planned
 from .advise import advise
 from .costs import measure_costs
 
@@ -55,7 +53,7 @@ class Forecast:
     """The expected speed of a model on a machine."""
 
     name: str  # the model, and its bits if there is a choice
-    sizes: ModelSizes
+    plan: Plan
     machine: Machine
     advice: Advice  # how to stream the model, and a token's time
     spread: float = FORMULA_SPREAD  # the speed probably lies within this factor of the expected one
@@ -64,9 +62,9 @@ class Forecast:
     @property
     def parts_s(self) -> dict[str, float]:
         """The seconds of a token, by what takes them."""
-        machine, chosen, all_held = self.machine, self.advice.chosen, self.slots == self.sizes.E
-        each_s = machine.held_layer_s if all_held else machine.layer_s
-        layers_s = self.sizes.layers * (machine.layer_s if math.isnan(each_s) else each_s)
+        machine, chosen = self.machine, self.advice.chosen
+        each_s = machine.held_layer_s if self.slots == self.plan.num_experts else machine.layer_s
+        layers_s = self.plan.facts.num_blocks * (machine.layer_s if math.isnan(each_s) else each_s)
         ssd_s, copies_s, waits_s = machine.reads_s(chosen)
         return {
             "SSD": ssd_s,
@@ -80,17 +78,18 @@ class Forecast:
         """``parts_s`` with a draft that costs nothing, whose tokens each pass verifies together."""
         if not drafts:
             return self.parts_s
-        parts, sizes, machine = self.parts_s, self.sizes, self.machine
+        parts, facts, machine = self.parts_s, self.plan.facts, self.machine
+        L = facts.num_layers
         positions = drafts + 1
         tau = float(sum(accepted**i for i in range(positions)))  # tokens that a pass commits
         read = tau + REJECTED_READS * (positions - tau)  # in units of a token's reads
-        experts_nbytes = sizes.L * distinct(sizes, positions) * sizes.expert_nbytes
+        experts_nbytes = L * distinct(facts, positions) * facts.expert_nbytes
         share = 0.0 if math.isnan(machine.prompt_share) else machine.prompt_share
-        nbytes = max(sizes.token_nbytes + experts_nbytes, share * positions * sizes.active_nbytes)
+        nbytes = max(facts.dense_nbytes + experts_nbytes, share * positions * facts.active_nbytes)
         per_pass = {
             "SSD": read * parts["SSD"],
             "page cache": read * parts["page cache"],
-            "read latency": min(read * parts["read latency"], sizes.L * max(machine.wait_s)),
+            "read latency": min(read * parts["read latency"], L * max(machine.wait_s)),
             "arithmetic": max(parts["arithmetic"], nbytes / machine.weights_bytes_per_s),
             "layer overhead": parts["layer overhead"],
         }
@@ -116,26 +115,26 @@ class Forecast:
 
     def prompt_s(self, tokens: int) -> tuple[float, float]:
         """``Machine.prompt_s`` of a prompt of so many tokens."""
-        return self.machine.prompt_s(self.sizes, tokens, self.slots)
+        return self.machine.prompt_s(self.plan, tokens, self.slots)
 
     def table(self, prompt: int, more: Mapping[str, str] = {}) -> str:
         """The forecast in words, a line for each thing that a user asks, and ``more`` lines."""
-        sizes, slots, machine = self.sizes, self.slots, self.machine
+        plan, facts, slots, machine = self.plan, self.plan.facts, self.slots, self.machine
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 0.01 / speed}
         if "SSD" in parts:
             parts["SSD"] += f" ({_gb(self.advice.chosen.read_per_token)})"
-        filled = sizes.other_nbytes + slots * sizes.slot_nbytes
-        most = sizes.fits(machine.most.some)
-        held = f"{slots} of each layer's {sizes.E} experts ({_gb(slots * sizes.slot_nbytes)})"
-        held += ", the others stay on the SSD" if slots < sizes.E else ""
+        filled = plan.other_nbytes + slots * facts.slot_nbytes
+        most, E = plan.fits(machine.most.some), plan.num_experts
+        held = f"{slots} of each layer's {E} experts ({_gb(slots * facts.slot_nbytes)})"
+        held += ", the others stay on the SSD" if slots < E else ""
         if slots < most:
             held += f"; {most} would fit and gain little" + " for the risk" * machine.is_mac
         rows = {
-            self.name: f"{_gb(sizes.checkpoint_nbytes)} on disk; each token needs "
-            f"{_gb(sizes.active_nbytes)} of it",
+            self.name: f"{_gb(facts.checkpoint_nbytes)} on disk; each token needs "
+            f"{_gb(facts.active_nbytes)} of it",
             "in memory": held,
-            "also there": f"{_gb(sizes.other_nbytes)} for the rest of the model, a context of "
+            "also there": f"{_gb(plan.other_nbytes)} for the rest of the model, a context of "
             "4,096 tokens and the program",
             **(_left_free(machine, filled) if machine.is_mac else {}),
             "speed": f"{rough(speed)} tok/s, likely {range_text(speed, self.spread)}: {self.near}",
@@ -157,19 +156,19 @@ def forecast(
     slots: int | None = None,
 ) -> Forecast:
     """Forecast a published model on a machine (None: its own top-k, ``moelab.plan``'s slots)."""
-    sizes = _fitting(name, machine, bits, top_k)
-    slots = slots or sizes.slots
-    held = sizes.other_nbytes + slots * sizes.slot_nbytes  # may be more than fits
-    memory, trace = max(machine.memory_nbytes, held), typical_trace(sizes, TOKENS)
-    costs = machine.costs(sizes, held)
-    found = advice.advise(sizes, memory, trace, costs, slots=[slots], policies=("lru",))
-    return Forecast(f"{name}, {bits} bits", sizes, machine, found)
+    plan = _fitting(name, machine, bits, top_k)
+    facts, slots = plan.facts, slots or plan.slots
+    held = plan.other_nbytes + slots * facts.slot_nbytes  # may be more than fits
+    memory, trace = max(machine.memory_nbytes, held), typical_trace(facts, TOKENS)
+    costs = machine.costs(facts, held)
+    found = advice.advise(plan, memory, trace, costs, slots=[slots], policies=("lru",))
+    return Forecast(f"{name}, {bits} bits", plan, machine, found)
 
 
 def _fitting(name, machine, bits, top_k=None):
-    """The sizes of a published model; an error if it needs more memory than a machine has."""
+    """The plan of a published model; an error if it needs more memory than a machine has."""
     try:
-        return named_sizes(name, machine.most, bits, top_k)
+        return named(name, machine.most, bits, top_k)
     except DoesNotFit as error:
         raise ValueError(
             f"{name} does not fit: even with its experts on the SSD it needs {_gb(error.nbytes)} "
@@ -180,7 +179,7 @@ def _fitting(name, machine, bits, top_k=None):
 
 def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
     """Yield changes of the machine or the model, and the seconds of a token with each."""
-    m, top_k = of.machine, of.sizes.K
+    m, top_k = of.machine, of.plan.top_k
 
     def token_s(machine=m, **given):
         return forecast(name, machine, **{"bits": bits, "top_k": top_k} | given).advice.token_s
@@ -209,7 +208,7 @@ def this_machine(tokens: int = 12) -> Machine:
     with temporary_folder(parent=_here()) as work:
         path = synthesize.synthesize(work / "model", like, layers, config=config, progress=False)
         costs = measure_costs(path, tokens=tokens)
-        return Machine.measured(costs, ModelSizes.of(path), *_memory(), mx.metal.is_available())
+        return Machine.measured(costs, planned(path).facts, *_memory(), mx.metal.is_available())
 
 
 def _say_measuring():
@@ -304,17 +303,16 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
     ram = ram and ram * 1e9
     most = _unmeasured(ram).most if ram else None
-    config = StreamConfig(lazy_logits=True).resolved()
     # Too little memory is refused here, before anything is measured.
-    chosen = plan_of(ModelFacts.of(path, config), config, most=most)
-    sizes, memory = ModelSizes.planned(chosen), chosen.memory_nbytes
+    plan = plan_of(ModelFacts.of(path, CONFIG), CONFIG, most=most)
+    memory, slots = plan.memory_nbytes, [plan.slots]
     _say_measuring()
-    costs, trace = measure_costs(path), typical_trace(sizes, TOKENS)
+    costs, trace = measure_costs(path), typical_trace(plan.facts, TOKENS)
     best = advise(path, memory, trace, costs)
-    planned = advice.advise(sizes, memory, trace, costs, slots=[sizes.slots], policies=("lrfu",))
-    machine = Machine.measured(costs, sizes, *_memory(ram), mx.metal.is_available())
-    found = Forecast(path.name, sizes, machine, planned, OWN_SPREAD, OWN_NEAR)
-    return f"{chosen}\n{found.table(prompt)}\n{COMPARED}\n{best}"
+    chosen = advice.advise(plan, memory, trace, costs, slots=slots, policies=("lrfu",))
+    machine = Machine.measured(costs, plan.facts, *_memory(ram), mx.metal.is_available())
+    found = Forecast(path.name, plan, machine, chosen, OWN_SPREAD, OWN_NEAR)
+    return f"{plan}\n{found.table(prompt)}\n{COMPARED}\n{best}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
