@@ -13,11 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import jinja2
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
-from nbconvert import HTMLExporter
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
@@ -30,25 +28,6 @@ STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
 LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
 # A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
-# The code of a cell is folded, so that a page shows question, figures and answers.
-TEMPLATE = (
-    """{% extends 'classic/base.html.j2' %}
-{% block header %}<!doctype html><html lang="en"><head><meta charset="utf-8">
-<title>{{ resources.metadata.name }}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{{ resources.inlining.css | join }}"""
-    + index.STYLE
-    + """</style>
-<script src="plotly.min.js"></script><script>"""
-    + style.DRAW
-    + """</script></head><body>{{ resources.links }}<main>{% endblock %}
-{% block input_group %}<details class="code">
-{% set lines = cell.source.splitlines() | length %}
-<summary>Code, {{ lines }} line{{ "s" if lines > 1 }}</summary>
-{{ cell.source | highlight_code(metadata=cell.metadata) }}</details>{% endblock %}
-{% block footer %}</main>{{ resources.links }}</body></html>{% endblock %}
-"""
-)
 
 
 def summary(notebook) -> dict[str, str]:
@@ -145,8 +124,12 @@ def _drawn(figure):
     )
 
 
-def page(source: Path, target: Path, links: str) -> str | None:
-    """Run one notebook and write its page, up to a cell that failed; returns its error or None."""
+def page(sources: list[Path], at: int, target: Path) -> str | None:
+    """Run one of the notebooks and write its page, up to a cell that failed.
+
+    The page links those before and after it. Returns the cell's error or None.
+    """
+    source, names = sources[at], [source.stem for source in sources]
     notebook, failed = run(source)
     try:
         said = summary(notebook)
@@ -158,29 +141,12 @@ def page(source: Path, target: Path, links: str) -> str | None:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = for_page(cell.source)
-    exporter = HTMLExporter(
-        extra_loaders=[jinja2.DictLoader({"page.html.j2": TEMPLATE})],
-        template_file="page.html.j2",
-        exclude_input_prompt=True,
-        exclude_output_prompt=True,
-        exclude_anchor_links=True,
-    )
-    resources = {"metadata": {"name": said["title"]}, "links": links}
-    body, _ = exporter.from_notebook_node(notebook, resources=resources)
+    body = index.html_of(notebook, said["title"], {}, sources=names, at=at, draw=style.DRAW)
     target.write_text(body, encoding="utf-8")
     said |= {"machine": card_line(), "failed": bool(failed)}
     said |= {"fast": bool(os.environ.get("MOELAB_FAST"))}
     target.with_suffix(".json").write_text(json.dumps(said), encoding="utf-8")
     return failed
-
-
-def _links(sources, i):
-    """The way from one page to the one before, to the index and to the next."""
-    before, after = (sources[k].stem if 0 <= k < len(sources) else "" for k in (i - 1, i + 1))
-    links = [f'<a href="{before}.html">&larr; notebook {before[:2]}</a>' if before else ""]
-    links += ['<a href="index.html">All notebooks</a>']
-    links += [f'<a href="{after}.html">Notebook {after[:2]} &rarr;</a>' if after else ""]
-    return f"<nav>{' '.join(links)}</nav>"
 
 
 def main(notebooks: str, out: str, *names: str) -> int:
@@ -196,7 +162,7 @@ def main(notebooks: str, out: str, *names: str) -> int:
         if names and source.stem not in names:
             continue
         target, started = folder / f"{source.stem}.html", time.perf_counter()
-        error = page(source, target, _links(sources, i))
+        error = page(sources, i, target)
         failures += error is not None
         print(
             f"[{'fail' if error else 'ok'}] {target}, "
