@@ -13,7 +13,8 @@ from moelab.__main__ import main
 from moelab.configs import CONFIGS
 from moelab.lab import records
 from moelab.lab.experiments import plan
-from moelab.lab.models import named
+from moelab.lab.models import named, planned, recorded, settings_of
+from moelab.replay.costs import Costs
 from moelab.replay.machine import CHIPS, Machine
 from moelab.streaming import plan as plans
 from moelab.system import Mac
@@ -140,6 +141,17 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
     assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
     assert plan.forecast("qwen3.5-35b-a3b", machine).advice.token_s > 0
     assert not list(tmp_path.iterdir()) and "measuring this machine: " in capsys.readouterr().err
+
+
+def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compared(monkeypatch):
+    """Packed experts are measured; as many slots fit as ``plan`` takes, also by a record."""
+    monkeypatch.setattr(plan, "measure_costs", lambda _: Costs(1e-2, 5e-5, 1e-9, 4e-9))
+    text, found = plan.of_folder(TINY, ram=0.2), planned(TINY, 150e6)
+    slots = found.slots
+    assert 8 < slots < 64 and f"slots={slots} of 64 in each of 8 layers" in text
+    assert f"\n{slots:6d} " in text and f"\n{slots + 1:6d} " not in text
+    assert "in its 9 pieces " in text and "`python -m moelab repack MODEL OUT`" in text
+    assert recorded(settings_of(found)).fits(150e6) == found.fits(150e6) == slots
 
 
 def test_what_a_plan_says_of_itself_is_the_records():

@@ -49,6 +49,15 @@ def test_advice_says_what_and_why():
     assert roomy.layout == "packed" and roomy.config.slots <= 256
 
 
+def test_a_repack_is_advised_where_it_is_worth_it():
+    for gain, layout in (
+        (NO_GAIN, "as it is"),
+        (Gain(9, np.array([[1e9, 2e9]])), "packed"),
+        (None, "packed"),
+    ):
+        assert advice.advise(PLAN, 4e8, TRACE, READS, packed_gain=gain).layout == layout
+
+
 def test_what_cannot_run_is_refused():
     with pytest.raises(ValueError, match="expected slots from 8 .* to 0"):
         advice.advise(PLAN, 50e6, TRACE, READS)

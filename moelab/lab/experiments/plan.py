@@ -28,8 +28,8 @@ from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...streaming.facts import ModelFacts
 from ...streaming.plan import DoesNotFit, Plan, memory_for_a_model, plan_of
+from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
-from .advise import advise
 from .costs import measure_costs
 
 # How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
@@ -308,7 +308,8 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     memory, slots = plan.memory_nbytes, [plan.slots]
     _say_measuring()
     costs, trace = measure_costs(path), typical_trace(plan.facts, TOKENS)
-    best = advise(path, memory, trace, costs)
+    gain = cold_gain(plan.facts, costs.reads_direct)
+    best = advice.advise(plan, memory, trace, costs, packed_gain=gain)
     chosen = advice.advise(plan, memory, trace, costs, slots=slots, policies=("lrfu",))
     machine = Machine.measured(costs, plan.facts, *_memory(ram), mx.metal.is_available())
     found = Forecast(path.name, plan, machine, chosen, OWN_SPREAD, OWN_NEAR)
