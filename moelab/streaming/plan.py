@@ -186,12 +186,7 @@ def plan_of(
     reserved = config.reserved_nbytes + facts.verify_nbytes
     fixed = process + facts.kept_nbytes + facts.caches_nbytes + reserved
     work = partial(_work, facts, config.context, fixed + least * slot)
-    some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
-    _, prompt, lendable = work(may_fill)
-    need = fixed + prompt - lendable + held * slot
-    if need > may_fill:  # K slots in each layer may take more; a prompt's arrays grow with it
-        need, may_fill = (fixed + work(some)[1] + least * slot) * 51 // 50, most_for_least
-    memory = min(may_fill, max(some, need))
+    memory = _filled(most, work, fixed + held * slot, fixed + least * slot)
     tokens, prompt, lendable = work(memory)
     system = max(0, sum(there) - memory)
     why = f", {WHY_LEFT}" if memory < there[0] else ""  # a Mac has more
@@ -271,6 +266,20 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
     config = StreamConfig.checked(config)
     facts = ModelFacts.of(path, config)
     return plan_of(facts, config.resolved()).facts if config.asks_for_slots else facts
+
+
+def _filled(most, work, every, least):
+    """The bytes that a plan fills: ``most.some``, or more for every expert, or for K of a layer.
+
+    ``every`` and ``least`` are what these take beside the ``work`` of a prompt.
+    """
+    some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
+    _, prompt, lendable = work(may_fill)
+    need = every + prompt - lendable
+    if need > may_fill:
+        # A prompt's arrays grow a little with the memory.
+        need, may_fill = (least + work(some)[1]) * 51 // 50, most_for_least
+    return min(may_fill, max(some, need))
 
 
 def _work(facts, context, taken, memory):
