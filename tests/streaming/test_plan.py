@@ -191,9 +191,10 @@ def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
     assert taken <= got.reserved_nbytes <= 2.5 * taken
 
 
-@pytest.mark.parametrize("mode", ["resident", "serial", "buffers"])
-def test_a_mode_without_slots_has_no_plan(mode):
-    moelab.footprint(TINY_MOE, config := moelab.StreamConfig(mode))  # which auto does not stop
+@pytest.mark.parametrize(("mode", "kept"), [("resident", 64), ("serial", 1), ("buffers", 8)])
+def test_a_mode_without_slots_has_no_plan(mode, kept):
+    facts = moelab.footprint(TINY_MOE, config := moelab.StreamConfig(mode))  # auto does not stop it
+    assert facts.slots_nbytes == kept * facts.slot_nbytes > 0
     with pytest.raises(ValueError, match="expected a mode with slots"):
         moelab.plan(TINY_MOE, config)
 
