@@ -30,7 +30,7 @@ from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as model_module
 from moelab.streaming.build import build_model
-from moelab.streaming.config import OPTIONS
+from moelab.streaming.config import ENVIRONMENT, OPTIONS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency import layer
 
@@ -222,7 +222,7 @@ def test_the_longest_context(in_time):
 
 
 def test_bad_environment(monkeypatch):
-    variables = [v for option in OPTIONS.values() for v in option.environment]
+    variables = list(ENVIRONMENT)
     for name in variables:
         for value in ("many", "", "-1", "4294967296"):
             with monkeypatch.context() as patch:

@@ -107,7 +107,8 @@ generate m --prompt caf\udce9 | --prompt: expected UTF-8
 generate m --prompt x --max-token 3 | did you mean --max-tokens
 generate m --prompt x --slots 1.5 | --slots: expected a whole number .* got '1.5', or auto
 generate m --prompt x --mode serial --slots 9 | --slots has no effect in mode serial
-generate m --prompt x --mode buffers --policy lfu | --policy has no effect in mode buffers
+generate m --prompt x --policy lfu | --policy
+generate m --prompt x --mode buffers --reads direct | --reads has no effect in mode buffers
 generate m --prompt x --mode resident --readers 7 | --readers has no effect in mode resident
 generate m --prompt x --slots 9 --memory-nbytes 1GB | --memory-nbytes .* without --slots auto
 generate m --prompt x --slots 9 --context 512 | --context .* without --slots auto
@@ -160,6 +161,8 @@ serve m --chat-template-args [1] | --chat-template-args: expected an object in J
 bench m --mode fused | did you mean .*--modes
 bench m --modes fused/slot=3 | expected FIELD=VALUE
 bench m --modes fused/lazy_logits=no | expected True or False, got 'no'
+bench m --modes buffers/policy=lfu | modes: policy in 'buffers/policy=lfu' has no effect
+bench m --modes fused/policy=mru | policy: expected one of lru, lfu, lrfu, got 'mru'
 bench m --modes fused/memory_nbytes=x | modes: 'memory_nbytes=x' in .* 500MB or 2GB
 bench m --modes fused/slots=8/slots=9 | slots is there twice
 bench m --modes resident/slots=8 | slots in 'resident/slots=8' has no effect
@@ -342,7 +345,7 @@ def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
 @pytest.mark.parametrize(
     "option, value",
     [
-        ("slots", 9), ("experts-top-k", 3), ("policy", "lfu"), ("readers", 7), ("context", 512),
+        ("slots", 9), ("experts-top-k", 3), ("reads", "direct"), ("readers", 7), ("context", 512),
         ("prefetch", "lookahead"), ("memory-nbytes", 10**9),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ from in_process import MODEL, SLOTS, started
 
 import moelab
 from moelab import DATA, memory
-from moelab.commands.drafting import leave_room, open_draft
+from moelab.commands.drafting import open_draft
 from moelab.commands.server.prompts import Prompts
 from moelab.streaming.room import RESERVE_NBYTES
 
@@ -97,7 +97,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
     memory = ("--memory-nbytes", "222000000", "--decode-concurrency", "1")
     config = moelab.StreamConfig(memory_nbytes=222_000_000, lazy_logits=True)
     plan = moelab.plan(MODEL, config)
-    drafted = moelab.plan(MODEL, leave_room(config, open_draft(draft)))
+    drafted = moelab.plan(MODEL, config, draft=open_draft(draft))
     assert drafted.slots < plan.slots == 64 and drafted.reserved_nbytes > 0 == plan.reserved_nbytes
     kept = Mock(side_effect=Prompts)
     monkeypatch.setattr("moelab.commands.serve.Prompts", kept)

@@ -16,8 +16,8 @@ from mlx_lm.utils import quantize_model, save_model
 from small import small
 
 import moelab
-from moelab import StreamConfig
 from moelab import synthesize as S
+from moelab.lab.arguments import Evicting
 from moelab.lab.decode import decode
 from moelab.replay import by_token
 from moelab.replay.locality import recorded_trace
@@ -124,7 +124,7 @@ def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
     config["text_config"].update(hidden_size=512, num_experts=32)
     path = write(config=config, vocab=400, routing=trace)
     ids = trace.tokens.tolist()
-    model, _ = moelab.load(path, StreamConfig(slots=8, policy="lru", dtype="float32"))
+    model, _ = moelab.load(path, Evicting(slots=8, policy="lru", dtype="float32"))
     with model, moelab.record(model) as routed:
         decode(model, ids[:128], 272, feed=ids[128:])
         engine = moelab.stats(model).decode

@@ -35,7 +35,8 @@ from moelab.kernels.layers import Layer
 from moelab.lab import limit, oscache, records
 from moelab.lab.decode import OracleDraft, decode_drafted
 from moelab.lab.models import folder
-from moelab.speculation.policy import MAX_DRAFTS, Policy
+from moelab.speculation.drafts import LookupDraft
+from moelab.speculation.policy import Policy
 from moelab.speculation.target import embedding_and_head
 from moelab.streaming.layers import moe_blocks
 from moelab.streaming.prefetch import PREFETCHERS
@@ -166,7 +167,7 @@ class Head(OracleDraft):
 def drafts(path, trace, runs):
     """The rows of so many rounds, in this process."""
     text, order, settle = Trace.load(trace).tokens.tolist(), random.Random(0), DRAFTS["settle"]
-    model, _ = load(path, StreamConfig(slots="auto", context=512, verify_tokens=MAX_DRAFTS + 1))
+    model, _ = load(path, StreamConfig(slots="auto", context=512), draft=LookupDraft())
 
     def read_on(i, accept, number, tokens=DRAFTS["tokens"], prompt=1):
         """Read a prompt of the round's text, tokens to settle, and so many timed ones."""

@@ -17,7 +17,7 @@ from ..streaming.model import load
 from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, not_utf8
-from .drafting import leave_room, open_draft, write
+from .drafting import open_draft, write
 from .kv_cache import check_kv_cache
 from .stream_options import add_stream_options, say_plan, streaming_given
 
@@ -46,7 +46,7 @@ def chat(args: argparse.Namespace, config: StreamConfig) -> None:
         draft = open_draft(args.draft_model, config.kernels, args.model)
 
         def load_streamed(_, **kwargs):
-            model, tokenizer = load(args.model, leave_room(config, draft), **kwargs)
+            model, tokenizer = load(args.model, config, draft=draft, **kwargs)
             stack.enter_context(model)
             say_plan(model)
             if not tokenizer.has_chat_template:

@@ -1,12 +1,10 @@
 """A draft by the name that a command line gives it, and text written with it."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse, stream_generate
 
 from ..checkpoint import read_json
@@ -14,9 +12,8 @@ from ..speculation.dflash import DFlashDraft
 from ..speculation.drafts import Draft, LookupDraft, ModelDraft, learned_policy
 from ..speculation.generate import speculative_generate
 from ..speculation.mtp import MTPDraft, is_head
-from ..speculation.policy import MAX_DRAFTS, Policy
+from ..speculation.policy import Policy
 from ..streaming.config import StreamConfig
-from ..streaming.facts import grown_nbytes
 from ..streaming.model import load
 from ..streaming.ranks import Ranks
 from ..streaming.session import session_of
@@ -46,37 +43,6 @@ def open_draft(
         found.model.set_dtype(mx.float32)
     mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
     return found
-
-
-def read_zeros(draft: Draft, caches: list) -> None:
-    """Let a draft that has a model read two tokens into caches, and evaluate nothing."""
-    if isinstance(draft, DFlashDraft):
-        args = draft.model.args
-        values = len(args.target_layer_ids) * args.hidden_size
-        draft.model.extend(mx.zeros((1, 2, values)), caches)
-    elif isinstance(draft, MTPDraft):
-        zeros = mx.zeros((1, 2, draft.model.hidden_size))
-        draft.model(zeros, zeros, caches[:-1])
-        caches[-1][0] = zeros[0, :1]
-    else:
-        draft.model(mx.zeros((1, 2), mx.int32), cache=caches)
-
-
-def leave_room(config: StreamConfig, draft: Draft | None) -> StreamConfig:
-    """Reserve the draft's memory in its target's configuration, so that slots leave it free."""
-    if draft is None or not config.asks_for_slots:
-        return config
-    config = replace(config, verify_tokens=MAX_DRAFTS + 1)
-    model = getattr(draft, "model", None)  # a lookup has no model and keeps only a text's tokens
-    if model is None:
-        return config
-    caches = draft.make_cache()
-    read_zeros(draft, caches)
-    reserved = config.reserved_nbytes + grown_nbytes(caches, config.context)
-    memory = config.memory_nbytes
-    if memory is not None:  # includes the draft's weights; memory that is measured no longer does
-        memory = max(1, memory - sum(p.nbytes for _, p in tree_flatten(model.parameters())))
-    return replace(config, reserved_nbytes=reserved, memory_nbytes=memory)
 
 
 def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP, MTP)) -> dict:

@@ -20,7 +20,7 @@ from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, json_object, not_empty, positive, prompt_text
-from .drafting import leave_room, open_draft, write
+from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
 
@@ -45,7 +45,7 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
         # Loading draws random numbers, so seed where mlx-lm does: after the draft is loaded and
         # before the model is.
         mx.random.seed(args.seed)
-    model, tokenizer = load(args.model, leave_room(config, draft), group=group, **loading)
+    model, tokenizer = load(args.model, config, group=group, draft=draft, **loading)
     with model:
         if verbose:
             say_plan(model)

@@ -5,7 +5,6 @@ import logging
 import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ..streaming.room import RESERVE_NBYTES
 from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, json_object, nbytes, not_empty, positive
-from .drafting import leave_room, open_draft
+from .drafting import open_draft
 from .kv_cache import PromptFiles, check_kv_cache, quantized_given
 from .server.engine import Engine
 from .server.prompts import Prompts
@@ -46,8 +45,8 @@ class Model:
         self.draft = open_draft(args.draft_model, config.kernels, args.model)
         self.prompt_files = PromptFiles(args, config, self.draft) if args.prompt_cache_dir else None
         path = find(args.model)
-        config = self._with_room(path, leave_room(config, self.draft))
-        self.model, self.tokenizer = load(path, config, group=group, **loading)
+        room = {"draft": self.draft, "texts": self._texts(path, config)}
+        self.model, self.tokenizer = load(path, config, group=group, **room, **loading)
         session = session_of(self.model)
         self.plan, self.ranks = session.plan, session.ranks
         try:
@@ -75,11 +74,11 @@ class Model:
             self.room = min(self.ranks.gather(room)) if self.ranks else room
         self.most_texts = min(args.decode_concurrency, 2 * self.room)
 
-    def _with_room(self, path, config):
-        """Reserve memory for several texts: as many as the command line says, or as fit."""
+    def _texts(self, path, config):
+        """How many texts there shall be memory for: as the command line says, or as fit."""
         args = self.args
         if self.draft is not None or not config.asks_for_slots or args.kv_bits is not None:
-            return config
+            return 1
         alone = plan(path, config, trust_remote_code=args.trust_remote_code)
         more = args.decode_concurrency - 1
         if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
@@ -88,7 +87,7 @@ class Model:
             free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
             free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
             more = min(more, free // alone.caches_nbytes)
-        return replace(config, reserved_nbytes=more * alone.caches_nbytes)
+        return 1 + more
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""

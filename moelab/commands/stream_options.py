@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from ..streaming.config import OPTIONS, StreamConfig
+from ..streaming.config import ENVIRONMENT, OPTIONS, StreamConfig
 from ..streaming.session import session_of
 from .argument_types import at_least, nbytes, or_auto
 from .arguments import add_refused, flag
@@ -57,18 +57,14 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
     """The configuration that the options give; SwiftLM's environment variables are defaults."""
-    found = {
-        name: os.environ[name]
-        for option in OPTIONS.values()
-        for name in option.environment
-        if name in os.environ
-    }
-    if found.keys() & OPTIONS["mode"].environment and "mode" not in getattr(args, "given", ()):
+    found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    fields = {ENVIRONMENT[name] for name in found}
+    if "mode" in fields and "mode" not in getattr(args, "given", ()):
         args.mode = StreamConfig.from_env().mode
     if found:
         config = StreamConfig.from_env(mode=args.mode)
-        for field in STREAM_OPTIONS.keys() - config.unused():
-            if found.keys() & OPTIONS[field].environment and getattr(args, field) is None:
+        for field in fields & STREAM_OPTIONS.keys() - config.unused():
+            if getattr(args, field) is None:
                 setattr(args, field, getattr(config, field))
     config = stream_config(args, mode=args.mode)
     check_stream_options(args, {args.mode: config})

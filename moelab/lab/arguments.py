@@ -1,14 +1,31 @@
 """Options and types of arguments that only commands that measure have."""
 
 import argparse
-import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from ..commands.stream_options import check_stream_options, option_type, stream_config
-from ..streaming.config import OPTIONS, StreamConfig
+from ..streaming.config import OPTIONS, SLOT_MODES, StreamConfig
+from ..streaming.residency.table import EVICTION
 
 MEASURED_SLOTS = 16  # slots="auto" would depend on the machine
+
+
+@dataclass(frozen=True)
+class Evicting(StreamConfig):
+    """A configuration whose slots evict by a policy that is measured, not by the engine's."""
+
+    policy: str = "lrfu"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.policy not in EVICTION:
+            known = ", ".join(EVICTION)
+            raise ValueError(f"policy: expected one of {known}, got {self.policy!r}.")
+
+    def unused(self) -> set[str]:
+        return super().unused() | (set() if self.mode in SLOT_MODES else {"policy"})
 
 
 def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
@@ -49,7 +66,8 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
                 f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
             )
         changes = _parse_fields(name, settings)
-        config = dataclasses.replace(base, mode=mode, **changes)
+        given = vars(base) | {"mode": mode} | changes
+        config = (Evicting if "policy" in changes else type(base))(**given)
         for key in config.unused().intersection(changes):
             raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
         configs[name] = config
@@ -58,7 +76,7 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
 
 def _parse_fields(name, settings):
     """Parse the fields of ``StreamConfig`` that follow a mode's slashes."""
-    known = sorted(OPTIONS.keys() - {"mode"})
+    known = sorted({"policy", *OPTIONS} - {"mode"})
     changes = {}
     for setting in settings:
         key, _, value = setting.partition("=")
@@ -69,12 +87,13 @@ def _parse_fields(name, settings):
             )
         if key in changes:
             raise ValueError(f"modes: expected each field once, {key} is there twice in {name!r}")
-        if OPTIONS[key].bounds:
+        option = OPTIONS.get(key)
+        if option and option.bounds:
             try:
-                value = option_type(OPTIONS[key])(value)
+                value = option_type(option)(value)
             except argparse.ArgumentTypeError as error:
                 raise ValueError(f"{where}: {error}") from None
-        elif isinstance(OPTIONS[key].default, bool):
+        elif option and isinstance(option.default, bool):
             value = {"True": True, "False": False}.get(value, value)
         changes[key] = value
     return changes

@@ -19,6 +19,7 @@ from ..streaming.config import SLOT_MODES
 from ..streaming.session import session_of
 from ..streaming.trace import Trace
 from . import oscache
+from .arguments import Evicting
 from .decode import decode, decode_drafted, encode, open_any, oracle_share
 from .models import folder
 
@@ -52,7 +53,7 @@ class Variant:
         config, cache = self.config, {}
         if config.mode in SLOT_MODES:
             cache |= {} if config.asks_for_slots else {"slots": config.slots}
-            cache |= {} if config.policy == "auto" else {"policy": config.policy}
+            cache |= {"policy": config.policy} if isinstance(config, Evicting) else {}
         facts = {"top_k": config.top_k, "limit_nbytes": self.limit_nbytes}
         return {
             "mode": config.mode,

@@ -1,4 +1,4 @@
-"""How to stream a model: slots, policy and layout, decided from given numbers."""
+"""How to stream a model: slots and layout, decided from given numbers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..repack import Gain
-from ..streaming.config import EVICTION, StreamConfig
+from ..streaming.config import StreamConfig
 from ..streaming.plan import Plan
 from ..streaming.trace import Trace
 from .costs import Costs
@@ -49,23 +49,21 @@ class Advice:
             memory = f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:"
         lines = [
             memory,
-            f"  mode={c.mode} slots={c.slots} policy={c.policy}, reads "
-            f"{_way(self.direct)}, layout {self.layout}: {self.token_s * 1e3:.1f} ms a token, "
-            f"{1 / self.token_s:.1f} tok/s predicted",
+            f"  mode={c.mode} slots={c.slots}, reads {_way(self.direct)}, layout "
+            f"{self.layout}: {self.token_s * 1e3:.1f} ms a token, {1 / self.token_s:.1f} tok/s "
+            "predicted",
             *(f"  - {line}" for line in self.why),
-            f"other slots, without prefetch, in the present layout, by policy {c.policy} "
-            "(<: chosen; page cache: the memory left for it):",
+            "other slots, without prefetch, in the present layout (<: chosen; page cache: the "
+            "memory left for it):",
             f"{'slots':>6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
             f"{'SSD, MB/token':>13}",
         ]
         for setting, r in self.settings.items():
-            slots, policy, direct = setting
-            if policy != c.policy:
-                continue
+            slots, _, direct = setting
             pages = "past it" if direct else "all"
             if not direct and r.page_nbytes < float("inf"):
                 pages = f"{r.page_nbytes / 1e6:.0f} MB"
-            mark = " <" if setting == (c.slots, c.policy, self.direct) else ""
+            mark = " <" if (slots, direct) == (c.slots, self.direct) else ""
             lines.append(
                 f"{slots:6d} {r.mean_s * 1e3:9.1f} {r.app_hit_rate:9.0%} {pages:>10} "
                 f"{r.read_per_token / 1e6:13.1f}{mark}"
@@ -79,10 +77,10 @@ def advise(
     trace: Trace,
     costs: Costs,
     slots: list[int] | None = None,
-    policies: Iterable[str] = EVICTION,
+    policy: str = StreamConfig().policy,
     packed_gain: Gain | None = None,
 ) -> Advice:
-    """Choose slots, policy and layout by replaying a trace, without prefetch.
+    """Choose slots and layout by replaying a trace, without prefetch.
 
     ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
     trace only fills the caches. ``packed_gain`` is how much faster experts in one piece are read;
@@ -99,9 +97,9 @@ def advise(
         )
     skip = len(trace.decode) // 2
     ways = (False, True) if costs.reads_direct and memory_nbytes < float("inf") else (False,)
-    every = [Setting(n, policy, direct) for direct in ways for policy in policies for n in slots]
+    every = [Setting(n, policy, direct) for direct in ways for n in slots]
     settings = replay_settings(plan, memory_nbytes, trace, costs, every, skip)
-    n, policy, direct = picked = pick(settings, fewest_slots=not costs.reads_direct)
+    n, _, direct = picked = pick(settings, fewest_slots=not costs.reads_direct)
     chosen = settings[picked]
     page_hit_rate = np.nan_to_num(chosen.page_hit_rate)
     of_pages = _way(True) if direct else f"the page cache serves {page_hit_rate:.0%} of the rest"
@@ -110,9 +108,9 @@ def advise(
         f"{chosen.read_per_token / 1e6:.1f} MB a token come from the SSD."
     ]
     for other, r in settings.items():
-        if other.slots == n and sum(a != b for a, b in zip(other, picked)) == 1:
-            what = other.policy if other.policy != policy else f"reading {_way(other.direct)}"
-            why.append(f"With {n} slots {what} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
+        if other.slots == n and other != picked:
+            way = _way(other.direct)
+            why.append(f"With {n} slots reading {way} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
     layout = "packed"
     if packed_gain is None:
         why.append("Each expert lies in one piece already.")
@@ -130,7 +128,7 @@ def advise(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "
             "for the routing (python -m moelab bench)."
         )
-    config = StreamConfig(slots=n, policy=policy)
+    config = StreamConfig(slots=n)
     return Advice(
         config, direct, layout, chosen.mean_s, memory_nbytes, chosen, settings, tuple(why)
     )

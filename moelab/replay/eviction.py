@@ -5,8 +5,7 @@ from heapq import nlargest
 
 import numpy as np
 
-from ..streaming.config import EVICTION
-from ..streaming.residency.table import SlotTable
+from ..streaming.residency.table import EVICTION, SlotTable
 
 
 class _Belady(SlotTable):

@@ -26,6 +26,7 @@ from ..checkpoint import (
     shorten,
 )
 from ..prompt import vocabulary
+from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
 # While nothing is drafted, the features of so many tokens wait, and a draft reads so many at once.
@@ -151,6 +152,8 @@ class DFlashDraft:
         CheckpointError: If it is no such draft, or its files are damaged.
     """
 
+    verify_tokens = MAX_DRAFTS + 1
+
     def __init__(self, path_or_hf_repo: str | Path):
         self.model = load_model(path_or_hf_repo)
         args = self.model.args
@@ -159,6 +162,11 @@ class DFlashDraft:
 
     def make_cache(self) -> list:
         return self.model.make_cache()
+
+    def read_zeros(self) -> list:
+        values = len(self.layer_ids) * self.model.args.hidden_size
+        self.model.extend(mx.zeros((1, 2, values)), caches := self.make_cache())
+        return caches
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         args, L = self.model.args, len(model.layers)

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..prompt import vocabulary
-from .policy import Policy
+from .policy import MAX_DRAFTS, Policy
 from .rollback import Rollback
 from .target import PREFILL_STEP
 
@@ -33,8 +33,14 @@ class Draft(Protocol):
     cache: list
     """Its state as mlx-lm caches, which can be saved and go on; [] for none. ``bind`` sets it."""
 
+    verify_tokens: int
+    """The most tokens of a pass that judges its guesses; ``load(draft=)`` leaves room for them."""
+
     def make_cache(self) -> list:
         """Caches for a new sequence, in the order of ``cache``; [] for none."""
+
+    def read_zeros(self) -> list:
+        """New caches of a model after two tokens, not evaluated; ``load(draft=)`` counts them."""
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         """Start a sequence for a target, or go on from the state in ``cache``.
@@ -68,13 +74,17 @@ class ModelDraft:
             kernels that it was loaded with.
     """
 
-    layer_ids = ()
+    layer_ids, verify_tokens = (), MAX_DRAFTS + 1
 
     def __init__(self, model: nn.Module):
         self.model, self.cache = model, []
 
     def make_cache(self) -> list:
         return make_prompt_cache(self.model)
+
+    def read_zeros(self) -> list:
+        self.model(mx.zeros((1, 2), mx.int32), cache=(caches := self.make_cache()))
+        return caches
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         own, target = vocabulary(self.model), vocabulary(model)
@@ -141,7 +151,7 @@ class LookupDraft:
     ``Draft``.
     """
 
-    layer_ids = ()
+    layer_ids, verify_tokens = (), MAX_DRAFTS + 1
     _SHORTEST = 4  # tokens that must match
     _OCCURRENCES = 16  # the latest matches that are compared
 
@@ -150,6 +160,9 @@ class LookupDraft:
 
     def make_cache(self) -> list:
         return [TokenCache()]
+
+    def read_zeros(self) -> list:
+        return []
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         self.cache = cache or self.make_cache()

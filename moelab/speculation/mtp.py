@@ -27,6 +27,7 @@ from ..checkpoint import (
 from ..hooks import with_globals
 from ..prompt import vocabulary
 from .dflash import QUEUED_TOKENS
+from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
@@ -201,6 +202,7 @@ class MTPDraft:
         CheckpointError: If there is no head of a known family, or its files are damaged.
     """
 
+    verify_tokens = MAX_DRAFTS + 1
     layer_ids = (-1,)  # the target's last layer; its final norm is computed here
 
     def __init__(self, path_or_hf_repo: str | Path):
@@ -209,6 +211,12 @@ class MTPDraft:
 
     def make_cache(self) -> list:
         return [*make_prompt_cache(self.model), ArraysCache(1)]
+
+    def read_zeros(self) -> list:
+        caches, zeros = self.make_cache(), mx.zeros((1, 2, self.model.hidden_size))
+        self.model(zeros, zeros, caches[:-1])
+        caches[-1][0] = zeros[0, :1]
+        return caches
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         self._embed, self._head = embedding_and_head(model)

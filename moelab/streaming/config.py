@@ -1,7 +1,6 @@
 """``StreamConfig`` says how to stream, and is checked when it is made."""
 
 import os
-from collections import ChainMap
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from inspect import formatannotation
@@ -16,13 +15,13 @@ SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # of fields that the planning of slots uses
 # More bytes than any machine has; more threads help no disk.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
-# The eviction policies. A use of an expert counts 1 at first; each later call of the layer
-# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
-# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
-EVICTION = {
-    "lru": 0.0,  # least recently used
-    "lfu": 1.0,  # least frequently used
-    "lrfu": 0.98,  # least recently and frequently used
+# SwiftLM's environment variables, each with the field that ``StreamConfig.from_env`` sets by it.
+ENVIRONMENT = {
+    "MLX_MOE_STACKED": "mode",
+    "MLX_MOE_FUSE_GATEUP": "mode",
+    "MLX_MOE_CACHE_SLOTS": "slots",
+    "TEND_MOE_CACHE_SLOTS": "slots",
+    "SWIFTLM_TOP_K": "top_k",
 }
 
 
@@ -45,7 +44,6 @@ class Option:
     modes: Collection[str] = MODES  # the modes in which the field has an effect
     needs: str = ""  # what the other modes lack: they refuse the field; if empty, they ignore it
     for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
-    environment: tuple[str, ...] = ()  # the variables that ``StreamConfig.from_env`` reads
 
     def check(self, name: str, value: Any) -> None:
         """Raise if the field of this name does not take a value."""
@@ -77,7 +75,6 @@ class StreamConfig:
         "where experts are and how a layer computes them (default: {default})",
         command=False,  # ``--mode``, or ``--modes`` for several
         choices=MODES,
-        environment=("MLX_MOE_STACKED", "MLX_MOE_FUSE_GATEUP"),
     )
     slots: int | str = _option(
         "auto",
@@ -85,7 +82,6 @@ class StreamConfig:
         "A layer takes at least K. auto: as many as moelab.plan finds right.",
         bounds=(1, MAX_DIMENSION - 1),
         modes=SLOT_MODES,
-        environment=("MLX_MOE_CACHE_SLOTS", "TEND_MOE_CACHE_SLOTS"),
     )
     memory_nbytes: int | None = _option(
         None,
@@ -97,31 +93,15 @@ class StreamConfig:
     context: int = _option(
         4096,
         "for slots auto: tokens to leave room for (default: {default})",
-        "They are the prompt's and the answer's, whose caches must fit.",
+        "They are the prompt's and the answer's, whose caches must fit. For the caches of a draft, "
+        "or of more texts at once, moelab.load has arguments.",
         bounds=(1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
-        **FOR_AUTO,
-    )
-    reserved_nbytes: int = _option(
-        0,
-        "for slots auto: bytes left free beside that (default: {default})",
-        "A draft's caches take them, or those of more texts at once.",
-        command=False,
-        bounds=(0, MOST_NBYTES),
-        **FOR_AUTO,
-    )
-    verify_tokens: int = _option(
-        1,
-        "for slots auto: the most tokens of a draft's verify pass (default: {default})",
-        "Recurrent states are kept for each of them until the pass has been judged.",
-        command=False,
-        bounds=(1, MAX_DIMENSION - 1),
         **FOR_AUTO,
     )
     top_k: int | None = _option(
         None,
         "experts per token; fewer than the checkpoint's are lossy",
         bounds=(1, MAX_DIMENSION - 1),
-        environment=("SWIFTLM_TOP_K",),
     )
     readers: int = _option(
         8,
@@ -143,19 +123,11 @@ class StreamConfig:
         "disk",
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
         "host is pinned memory for every expert, filled while loading; it needs cuda-bindings and "
-        "goes without prefetch. If the policy is lru and nothing is recorded, the GPU fills its "
-        "slots by itself in a call of at most S (token, expert) pairs.",
+        "goes without prefetch. If nothing is recorded, the GPU fills its slots by itself in a "
+        "call of at most S (token, expert) pairs.",
         choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
-    )
-    policy: str = _option(
-        "auto",
-        "which expert is evicted first (default: {default})",
-        "lru: the least recently used; lfu: the least frequently used; lrfu: by both, a use counts "
-        "2% less with each later call of the layer; auto: lrfu, and lru with source host.",
-        choices=ChainMap(EVICTION, {"auto": None}),
-        modes=SLOT_MODES,
     )
     prefetch: str = _option(
         "auto",
@@ -246,6 +218,11 @@ class StreamConfig:
         """Whether ``plan`` has to choose the slots."""
         return self.mode in SLOT_MODES and self.slots == "auto"
 
+    @property
+    def policy(self) -> str:
+        """The eviction policy of the slots, one of ``residency.table.EVICTION``."""
+        return "lru" if self.source == "host" else "lrfu"
+
     def unused(self) -> set[str]:
         """The fields that have no effect in this mode."""
         return {
@@ -262,28 +239,28 @@ class StreamConfig:
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
         ``fields`` override them.
         """
-        found = {}
-        for name, option in OPTIONS.items():
-            given = {v: os.environ[v] for v in option.environment if v in os.environ}
-            least, most = option.bounds or (0, 1)
-            for variable, text in given.items():
-                if not text.strip().isdecimal() or not least <= int(text) <= most:
-                    raise ValueError(
-                        f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
-                    )
-            numbers = {variable: int(text) for variable, text in given.items()}
-            if name == "mode":
-                stacked, fuse = (numbers.get(variable) for variable in option.environment)
-                if fuse and not stacked:
-                    raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
-                found[name] = "fused" if fuse else "stacked" if stacked else "buffers"
-            elif len({*numbers.values()}) > 1:
+        given = {}  # the numbers of the variables that are set, by field
+        for variable, name in ENVIRONMENT.items():
+            least, most = OPTIONS[name].bounds or (0, 1)
+            if (text := os.environ.get(variable)) is None:
+                continue
+            if not text.strip().isdecimal() or not least <= int(text) <= most:
+                raise ValueError(
+                    f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
+                )
+            given.setdefault(name, {})[variable] = int(text)
+        modes, found = given.pop("mode", {}), {"mode": "buffers"}
+        if modes.get("MLX_MOE_STACKED"):
+            found["mode"] = "fused" if modes.get("MLX_MOE_FUSE_GATEUP") else "stacked"
+        elif modes.get("MLX_MOE_FUSE_GATEUP"):
+            raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
+        for name, numbers in given.items():
+            if len({*numbers.values()}) > 1:
                 raise ValueError(
                     f"{' and '.join(f'{v}={n}' for v, n in numbers.items())}: expected the same "
                     f"{name} in both. Unset one."
                 )
-            elif numbers:
-                found[name] = min(numbers.values())
+            found[name] = min(numbers.values())
         return cls(**found | fields)
 
 

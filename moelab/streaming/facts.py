@@ -13,7 +13,6 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, leaves, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
-from ..memory import STATES_NBYTES
 from .build import build_model
 from .config import StreamConfig
 from .handover import FEW_TOKENS
@@ -53,7 +52,7 @@ class ModelFacts:
     backbone_nbytes: int = 0  # everything but the experts; of a table on disk, the rows in memory
     resident_nbytes: int = 0  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
-    verify_nbytes: int = 0  # recurrent states that ``StreamConfig.verify_tokens`` keep for a while
+    states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
     token_logits_nbytes: int = 0  # the part of it for logits, if all of a prompt's are computed
     logits_nbytes: int = 0  # if not, the logits of few tokens, beside ``token_nbytes``
@@ -137,8 +136,7 @@ def facts_of(
         return model(tokens, cache=caches)
 
     logits = try_out(checkpoint, call)
-    states = sum(c.nbytes for c in leaves(caches) if isinstance(c, ArraysCache))
-    kept = min(config.verify_tokens * states, STATES_NBYTES) + states  # those before the pass too
+    states = [c.nbytes for c in leaves(caches) if isinstance(c, ArraysCache)]
     modules = dict(expert_modules(model))
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
@@ -166,7 +164,7 @@ def facts_of(
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
     elif logits is not None and not mx.metal.is_available():
         # Except on Metal, MLX's kernels keep a recurrent state for every token.
-        token += max((c.nbytes for c in leaves(caches) if isinstance(c, ArraysCache)), default=0)
+        token += max(states, default=0)
     tensors = checkpoint.tensors
     is_tied = not any("head" in name for name in tensors)
     return ModelFacts(
@@ -188,7 +186,7 @@ def facts_of(
         + sum(m.hot_nbytes for m in model.modules() if isinstance(m, DiskEmbedding)),
         resident_nbytes=sum(every[name].nbytes for name in resident) if streams else 0,
         caches_nbytes=0 if logits is None else grown_nbytes(caches, config.context),
-        verify_nbytes=kept if config.verify_tokens > 1 else 0,
+        states_nbytes=sum(states),
         token_nbytes=max(token, each),
         token_logits_nbytes=each,
         logits_nbytes=few,

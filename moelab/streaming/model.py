@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -167,6 +168,8 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     group: mx.distributed.Group | None = None,
+    draft: Any = None,
+    texts: int = 1,
 ) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict]:
     """Load a model whose experts stay on disk, and its tokenizer.
 
@@ -186,6 +189,10 @@ def load(
         lazy (bool): Must be False: the backbone is read while loading.
         group (mx.distributed.Group or None): The ranks that divide the experts, from
             ``mx.distributed.init()``. Default: none, this process holds all experts.
+        draft (Draft or None): What will guess the model's tokens: ``slots="auto"`` leaves room for
+            its caches, and for the states of the passes that judge its guesses.
+        texts (int): How many texts are decoded at once: ``slots="auto"`` leaves room for the caches
+            of all, of ``StreamConfig.context`` tokens each.
 
     Returns:
         tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer, with ``return_config``
@@ -207,7 +214,9 @@ def load(
     with Ranks.loading(group) as ranks:
         path = find(path_or_hf_repo, revision)
         with held():
-            model, model_config = _load_model(path, config, model_config, trust_remote_code, ranks)
+            model, model_config = _load_model(
+                path, config, model_config, trust_remote_code, ranks, draft, texts
+            )
             try:
                 if adapter_path is not None:
                     _load_adapters(model, adapter_path)
@@ -287,7 +296,7 @@ def load_model(
         return _load_model(path, config, model_config, False, ranks)
 
 
-def _load_model(path, config, model_config, trust_remote_code, ranks):
+def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None, texts=1):
     config = StreamConfig.checked(config).resolved()
     if config.kernels == "fast":
         kernels.check()
@@ -298,7 +307,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks):
     facts = facts_of(model, checkpoint, config, top_k)
     chosen = None
     if config.asks_for_slots:
-        chosen = plan_of(facts, config, ranks)
+        chosen = plan_of(facts, config, ranks, draft=draft, texts=texts)
         if ranks:  # each rank has its own slots, but a prompt's parts must be the same
             chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
         config, facts = chosen.config, chosen.facts

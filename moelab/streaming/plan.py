@@ -11,12 +11,15 @@ from functools import partial
 from math import ceil
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import psutil
+from mlx.utils import tree_flatten
 
 from ..checkpoint import leaves
 from ..memory import (
+    STATES_NBYTES,
     WHY_LEFT,
     Most,
     memory_in_cgroups,
@@ -25,7 +28,7 @@ from ..memory import (
     return_free_memory,
 )
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
-from .facts import PROMPT_TOKENS, ModelFacts
+from .facts import PROMPT_TOKENS, ModelFacts, grown_nbytes
 from .handover import FEW_TOKENS
 from .ranks import Ranks
 from .residency.bank import can_empty
@@ -77,6 +80,7 @@ class Plan:
     facts: ModelFacts = field(repr=False)
     config: StreamConfig  # the given one, with these slots
     other_nbytes: int  # all that the process takes beside the slots while it decodes
+    reserved_nbytes: int = 0  # for a draft, or the caches of more texts
     # Slots that stay while a prompt is computed; the others lend it their memory.
     prompt_slots: int = 0
     memory_nbytes: int = 0  # that the process may take beside what it holds already
@@ -98,7 +102,6 @@ class Plan:
     top_k = property(attrgetter("facts.top_k"), doc="K.")
     caches_nbytes = property(attrgetter("facts.caches_nbytes"), doc="Of ``context`` tokens.")
     context = property(attrgetter("config.context"), doc="Tokens whose caches fit.")
-    reserved_nbytes = property(attrgetter("config.reserved_nbytes"), doc="As ``StreamConfig``.")
 
     @property
     def all_caches_nbytes(self) -> int:
@@ -137,6 +140,8 @@ def plan(
     *,
     memory_nbytes: int | None = None,
     context: int | None = None,
+    draft: Any = None,
+    texts: int = 1,
     trust_remote_code: bool = False,
 ) -> Plan:
     """Choose the slots of ``load(path, config)`` from the files' headers; no weight is read.
@@ -148,7 +153,7 @@ def plan(
         memory_nbytes (int or None): What the model may take, beside what this process holds.
             Default: the config's, or what is available now.
         context (int or None): Tokens whose caches must fit. Default: the config's.
-        trust_remote_code (bool): As for ``mlx_lm.load``.
+        draft, texts, trust_remote_code: As for ``load``.
 
     Returns:
         Plan: The slots, the numbers that they follow from, and the reason.
@@ -166,16 +171,26 @@ def plan(
             f"plan: expected a mode with slots ({' or '.join(SLOT_MODES)}), got {config.mode!r}. "
             "footprint says what another mode takes."
         )
-    return plan_of(ModelFacts.of(path, config, trust_remote_code), config)
+    facts = ModelFacts.of(path, config, trust_remote_code)
+    return plan_of(facts, config, draft=draft, texts=texts)
 
 
 def plan_of(
-    facts: ModelFacts, config: StreamConfig, ranks: Ranks | None = None, most: Most | None = None
+    facts: ModelFacts,
+    config: StreamConfig,
+    ranks: Ranks | None = None,
+    most: Most | None = None,
+    draft: Any = None,
+    texts: int = 1,
 ) -> Plan:
     """``plan`` for known facts and this rank's experts; ``most``: what another machine may take."""
     # Experts of a layer that this rank holds.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
+    reserved = (texts - 1) * facts.caches_nbytes
+    if draft is not None:
+        config, nbytes = _beside(draft, facts, config)
+        reserved += nbytes
     return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
     given, there = config.memory_nbytes, (0, 0)
     if most is None:
@@ -183,7 +198,6 @@ def plan_of(
     L, slot = facts.num_layers, facts.slot_nbytes
     least = min(facts.top_k, held)  # the fewest slots with which a token can be computed
     process = GPU_NBYTES if mx.cuda.is_available() else PROCESS_NBYTES
-    reserved = config.reserved_nbytes + facts.verify_nbytes
     fixed = process + facts.kept_nbytes + facts.caches_nbytes + reserved
     work = partial(_work, facts, config.context, fixed + least * slot)
     memory = _filled(most, work, fixed + held * slot, fixed + least * slot)
@@ -241,10 +255,23 @@ def plan_of(
         system_nbytes=system,
         process_nbytes=process,
         prompt_nbytes=prompt,
+        reserved_nbytes=reserved,
         prompt_tokens=tokens,
         direct=direct,
         reason=reason,
     )
+
+
+def _beside(draft, facts, config):
+    """The config without a draft's weights in its memory, and the bytes to reserve for it."""
+    if config.memory_nbytes is not None:  # memory that is measured has them no longer
+        weights = tree_flatten(vars(draft).get("model", {}))
+        memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
+        config = replace(config, memory_nbytes=max(1, memory))
+    # Recurrent states are kept for each token of a pass until its guesses are judged, and those
+    # before the pass.
+    states = min(draft.verify_tokens * facts.states_nbytes, STATES_NBYTES) + facts.states_nbytes
+    return config, states + grown_nbytes(draft.read_zeros(), config.context)
 
 
 def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFacts:

@@ -36,7 +36,6 @@ PATIENCE_S = 120  # in a layer, in which the others may have much to read and co
 LOADING_S = 600  # while the others load
 SAY_S = 8  # then a rank says on stderr that it waits for the others to load
 LOOK_S = 0.5  # between two looks at the clock
-OWN_MEMORY = ("memory_nbytes", "reserved_nbytes")  # fields that may differ between ranks
 SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights, which tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
@@ -268,7 +267,7 @@ class Ranks:
                 "StreamConfig.mode: expected a mode that reads experts (fused, stacked, buffers or "
                 "serial) with a group of ranks, got 'resident', which holds all of them."
             )
-        fields = {k: str(v) for k, v in vars(config).items() if k not in OWN_MEMORY}
+        fields = {k: str(v) for k, v in vars(config).items() if k != "memory_nbytes"}
         device = mx.default_device().type.name
         settings, samples = _digest(_settings(checkpoint)), _digest(_samples(checkpoint))
         self.compare(

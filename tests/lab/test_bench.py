@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 from moelab import DATA, StreamConfig, record, stats
 from moelab.__main__ import main
 from moelab.lab import limit, records
-from moelab.lab.arguments import parse_modes
+from moelab.lab.arguments import Evicting, parse_modes
 from moelab.lab.decode import OracleDraft, decode, decode_drafted
 from moelab.lab.experiments import bench
 from moelab.repack import repack
@@ -20,10 +20,15 @@ from moelab.speculation.drafts import LookupDraft
 
 
 def test_modes_have_their_own_fields_and_without_slots_no_other_reads():
-    modes = parse_modes("buffers, fused/readers=1/slots=32", StreamConfig(slots=20, readers=2))
-    (_, resident), (name, fused) = bench.crossed(modes, [10**8], direct=(True,)).items()
+    text = "buffers, fused/readers=1/slots=32, fused/policy=lfu"
+    modes = parse_modes(text, StreamConfig(slots=20, readers=2))
+    (_, resident), (name, fused), (_, by_use) = bench.crossed(
+        modes, [10**8], direct=(True,)
+    ).items()
     assert name == "fused/readers=1/slots=32, 100 MB, past the page cache"
     assert fused.config == StreamConfig(mode="fused", slots=32, readers=1, reads="direct")
+    assert by_use.config == Evicting(slots=20, readers=2, reads="direct", policy="lfu")
+    assert by_use.facts["policy"] == "lfu" and "policy" not in fused.facts
     assert (resident.config.mode, resident.limit_nbytes) == ("resident", None)
 
 

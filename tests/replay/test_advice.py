@@ -68,10 +68,10 @@ def test_what_cannot_run_is_refused():
 def test_it_reads_past_the_page_cache_where_that_is_faster():
     for direct_s, memory, direct in ((0.9e-9, 1e9, True), (5e-9, 1e9, False)):
         costs = replace(READS, direct_s_per_byte=direct_s)
-        a = advice.advise(PLAN, memory, TRACE, costs, policies=("lru",))
+        a = advice.advise(PLAN, memory, TRACE, costs, policy="lru")
         assert a.direct is direct and ("reads past the page cache" in str(a)) is direct
         assert {s.direct for s in a.settings} == {False, True}
         assert not direct or a.config.slots == PLAN.fits(memory), "as many as fit, as plan says"
-    assert not advice.advise(PLAN, float("inf"), TRACE, costs, policies=("lru",)).direct
-    never = advice.advise(PLAN, 1e9, TRACE, READS, policies=("lru",))
+    assert not advice.advise(PLAN, float("inf"), TRACE, costs, policy="lru").direct
+    never = advice.advise(PLAN, 1e9, TRACE, READS, policy="lru")
     assert not any(s.direct for s in never.settings)

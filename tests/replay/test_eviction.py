@@ -11,6 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.lab import records
+from moelab.lab.arguments import Evicting
 from moelab.lab.route import route_by
 from moelab.replay import eviction, locality
 from moelab.streaming.model import load_model
@@ -92,15 +93,16 @@ def test_the_record_of_notebook_04_is_replayed_again(policy):
         assert eviction.held(t.experts, 64, row.slots, policy)[64:].sum() == row.hits, row.slots
 
 
-def test_the_policy_that_auto_stands_for():
-    assert slots.policy_of("auto", "host") in slots.GPU_POLICIES, "a GPU chooses slots by itself"
-    assert slots.policy_of("auto", "disk") == "lrfu" and slots.policy_of("lfu", "host") == "lfu"
+def test_the_policy_of_the_engine():
+    policies = [moelab.StreamConfig(source=source).policy for source in ("disk", "host")]
+    assert policies[1] in slots.GPU_POLICIES, "a GPU chooses slots by itself"
+    assert policies == ["lrfu", "lru"] and Evicting(source="host", policy="lfu").policy == "lfu"
 
 
 @pytest.mark.parametrize("policy", slots.EVICTION)
 def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
     t = made(T=30, L=8, E=64, K=8)
-    model, _ = load_model(random_tiny_moe, moelab.StreamConfig(slots=14, policy=policy))
+    model, _ = load_model(random_tiny_moe, Evicting(slots=14, policy=policy))
     with model, route_by(model, t.experts[:, None]):
         cache = make_prompt_cache(model)
         for i in range(len(t)):

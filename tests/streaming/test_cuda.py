@@ -17,6 +17,7 @@ from greedy import greedy_logits
 from slots import assert_every_slot_is_there
 
 import moelab
+from moelab.lab.arguments import Evicting
 from moelab.repack import repack
 from moelab.streaming import cuda
 from moelab.streaming.model import load_model
@@ -146,7 +147,8 @@ def path(request, hybrid, tmp_path):
 
 def copying(path, **config):
     """A model whose experts are copied, as on a GPU never computed while others are read."""
-    model, _ = load_model(path, moelab.StreamConfig(**{"dtype": "bfloat16", "slots": K, **config}))
+    kind = Evicting if "policy" in config else moelab.StreamConfig
+    model, _ = load_model(path, kind(**{"dtype": "bfloat16", "slots": K, **config}))
     session_of(model).residency._overlap = False
     return model
 

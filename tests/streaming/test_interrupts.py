@@ -21,6 +21,7 @@ from slots import assert_every_slot_is_there
 
 import moelab
 from moelab import streaming
+from moelab.lab.arguments import Evicting
 from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import bank
@@ -51,7 +52,7 @@ def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
         monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     if fields.get("prefetch") == "router":
         config["kernels"] = "auto"
-    with load_model(moe, moelab.StreamConfig(**config))[0] as model:
+    with load_model(moe, Evicting(**config))[0] as model:
         want = answer(model)
         n, placed = 1, 0
         while True:

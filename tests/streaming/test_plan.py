@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 import moelab
 from moelab import kernels
-from moelab.commands.drafting import leave_room, open_draft
+from moelab.commands.drafting import open_draft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
@@ -70,15 +70,17 @@ def test_caches_are_counted_as_they_grow(name, tmp_path):
 def test_a_long_context_and_what_is_reserved_leave_fewer_slots():
     config = moelab.StreamConfig(memory_nbytes=150 * MB, context=100)
     plain, long = moelab.plan(TINY_MOE, config), moelab.plan(TINY_MOE, config, context=2000)
-    less = moelab.plan(TINY_MOE, replace(config, reserved_nbytes=5 * MB))
-    one = plain.facts.slot_nbytes
-    assert plain.slots > long.slots and 0 < plain.slots - less.slots <= -(-5 * MB // one)
+    less, one = moelab.plan(TINY_MOE, config, texts=10), plain.facts.slot_nbytes
+    assert less.reserved_nbytes == 9 * plain.caches_nbytes > one and not plain.reserved_nbytes
+    assert plain.slots > long.slots
+    assert 0 < plain.slots - less.slots <= -(-less.reserved_nbytes // one)
     assert moelab.plan(TINY_MOE, replace(config, context=2000)) == long
     assert moelab.plan(TINY_MOE, replace(config, slots=9)) == plain  # its slots are chosen anew
     assert moelab.footprint(TINY_MOE, config) == plain.facts
-    assert "reserved 5 MB" in less.reason and "reserved" not in plain.reason
-    with pytest.raises(ValueError, match="reserved 50 MB"):
-        moelab.plan(TINY_MOE, replace(config, reserved_nbytes=50 * MB))
+    said = f"reserved {less.reserved_nbytes / 1e6:.0f} MB"
+    assert said in less.reason and "reserved" not in plain.reason
+    with pytest.raises(ValueError, match=r"reserved \d+ MB"):
+        moelab.plan(TINY_MOE, config, texts=100)
 
 
 def test_where_slots_take_twice_the_bytes_of_the_file_the_page_cache_gets_the_rest(tmp_path):
@@ -166,21 +168,17 @@ def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
     """What it takes in a text as long as the context, and not much more."""
     draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
     config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
-    got = leave_room(config, draft)
-    assert leave_room(replace(config, memory_nbytes=None), draft).memory_nbytes is None
-    assert leave_room(replace(config, slots=16), draft) == replace(config, slots=16)
-    if name == "lookup":
-        assert got == replace(config, verify_tokens=16)
-        with load_model(TINY_MOE, got)[0] as model:
-            caches = make_prompt_cache(model)
-            model(mx.array([[1]]), cache=caches)
-            states = sum(c.nbytes for c in caches if isinstance(c, ArraysCache))
-            assert session_of(model).facts.verify_nbytes == 17 * states > 0
-            assert "reserved" in session_of(model).plan.reason
-        return
-    weights = sum(p.nbytes for _, p in tree_flatten(draft.model.parameters()))
-    assert got.memory_nbytes == 200 * MB - weights and weights > MB
-    with load_model(TINY_MOE, got)[0] as model:
+    assert moelab.plan(TINY_MOE, context=600, draft=draft).config.memory_nbytes is None
+    with moelab.load(TINY_MOE, config, draft=draft)[0] as model:
+        plan, own = session_of(model).plan, make_prompt_cache(model)
+        model(mx.array([[1]]), cache=own)
+        states = 17 * sum(c.nbytes for c in own if isinstance(c, ArraysCache))  # 1 + 16 tokens'
+        assert "reserved" in plan.reason and states > 0
+        if name == "lookup":
+            assert (plan.reserved_nbytes, plan.memory_nbytes) == (states, 200 * MB)
+            return
+        weights = sum(p.nbytes for _, p in tree_flatten(draft.model.parameters()))
+        assert plan.memory_nbytes == 200 * MB - weights and weights > MB
         caches = make_prompt_cache(model) + draft.make_cache()
         given = {"max_tokens": 8, "prompt_cache": caches}
         list(speculative_generate_step(mx.array(LONG), model, draft, **given))
@@ -188,7 +186,7 @@ def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
         behind = name == "tiny-mtp"  # the first token has no hidden state before it
         assert {c.offset for c in caches if hasattr(c, "offset")} == {598 - behind}
     taken = sum(c.nbytes for c in caches)
-    assert taken <= got.reserved_nbytes <= 2.5 * taken
+    assert taken <= plan.reserved_nbytes - states <= 2.5 * taken
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("resident", 64), ("serial", 1), ("buffers", 8)])

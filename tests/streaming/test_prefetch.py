@@ -23,6 +23,7 @@ from needs import needs_kernels
 import moelab
 from moelab import kernels
 from moelab.kernels import modules
+from moelab.lab.arguments import Evicting
 from moelab.streaming import prefetch
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
@@ -53,7 +54,7 @@ def want():
 
 def run(name, want, steps=40, **fields):
     """Counters of decoding to the logits of ``want``; closing the model ends its threads."""
-    config = moelab.StreamConfig(**{"slots": SLOTS, **fields}, prefetch=name)
+    config = Evicting(**{"slots": SLOTS, **fields}, prefetch=name)
     others = {*threading.enumerate()}
     with load_model(TINY_MOE, config)[0] as model:
         if name == "oracle":

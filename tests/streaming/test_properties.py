@@ -19,6 +19,7 @@ from slots import assert_every_slot_is_there
 
 import moelab
 from moelab.checkpoint import DTYPES, read_header
+from moelab.lab.arguments import Evicting
 from moelab.streaming.layers import expert_layers
 from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
@@ -267,9 +268,7 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
     Every answer is the resident layer's.
     """
     path, (name, want) = checkpoint
-    config = moelab.StreamConfig(
-        mode, slots, policy=policy, readers=readers, reads=reads, kernels="mlx"
-    )
+    config = Evicting(mode, slots, policy=policy, readers=readers, reads=reads, kernels="mlx")
     preadv, left = os.preadv, None
 
     def flaky(fd, views, offset):

@@ -23,7 +23,7 @@ TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 CASES = (
     ("tiny-moe", {"slots": 16}),
     ("gpt_oss", {"slots": 2, "kernels": "mlx"}),
-    ("olmoe", {"slots": 3, "mode": "stacked", "policy": "lfu", "kernels": "mlx"}),
+    ("olmoe", {"slots": 3, "mode": "stacked", "kernels": "mlx"}),
     ("nemotron_h", {"slots": 2, "kernels": "mlx"}),
     # From here on: 2 ranks only.
     ("olmoe", {"slots": 3, "prefetch": "lookahead", "kernels": "mlx"}),

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.lab import limit
+from moelab.lab.arguments import Evicting
 from moelab.memory import PAGE_S
 from moelab.streaming import plan as plans
 from moelab.streaming.handover import FEW_TOKENS
@@ -74,7 +75,7 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 
     A short prompt borrows less, and a prompt's last chunk takes no slot back.
     """
-    config = moelab.StreamConfig(**settings)
+    config = Evicting(**settings)
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []

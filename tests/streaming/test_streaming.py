@@ -19,7 +19,7 @@ import moelab
 from moelab import kernels
 from moelab.repack import repack
 from moelab.streaming import layers
-from moelab.streaming.config import OPTIONS
+from moelab.streaming.config import ENVIRONMENT
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native
@@ -223,7 +223,7 @@ def test_footprint_is_what_load_takes(tmp_path, mode):
     ],
 )
 def test_from_env(variables, fields, monkeypatch):
-    for name in (n for option in OPTIONS.values() for n in option.environment):
+    for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("="))

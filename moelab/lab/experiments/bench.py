@@ -29,7 +29,7 @@ from ...commands.stream_options import add_stream_options
 from ...memory import memory_available
 from ...streaming.reading import native
 from .. import limit, machine, oscache, records
-from ..arguments import MEASURED_SLOTS, modes_given, parse_modes, several
+from ..arguments import MEASURED_SLOTS, Evicting, modes_given, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
 from ..texts import PROMPTS, heldout_ids
@@ -154,7 +154,9 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
     ``peak_nbytes`` includes what loading held at most.
     """
-    opened = Opened(folder(path), Variant(StreamConfig(**variant.pop("config")), **variant))
+    config = variant.pop("config")
+    config = (Evicting if "policy" in config else StreamConfig)(**config)
+    opened = Opened(folder(path), Variant(config, **variant))
     loading = mx.get_peak_memory()
     with opened.model:
         row = opened.sample(*text)

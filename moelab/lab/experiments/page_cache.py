@@ -17,8 +17,8 @@ from ...replay import advice, by_token
 from ...replay.costs import Costs
 from ...replay.locality import recorded_trace
 from ...shipped import shipped
+from ...streaming.config import StreamConfig
 from ...streaming.plan import Plan
-from ...streaming.residency.table import policy_of
 from ...streaming.trace import Trace
 from .. import models, records
 from .costs import costs_of
@@ -99,7 +99,7 @@ def replayed(
         given = costs if limit_nbytes < float("inf") else costs.all_warm()
         given = costs.from_host() if source == "host" else given
         memory = max(limit_nbytes, plan.other_nbytes + slots * plan.facts.slot_nbytes)
-        asked = [(slots, policy_of("auto", source), one.reads == PAST)]
+        asked = [(slots, StreamConfig(source=source).policy, one.reads == PAST)]
         text = trace[: skip + tokens]
         (r,) = advice.replay_settings(plan, memory, text, given, asked, skip).values()
         disk_nbytes = part.disk_nbytes.median() if "disk_nbytes" in part else 0.0

@@ -161,7 +161,7 @@ def forecast(
     held = plan.other_nbytes + slots * facts.slot_nbytes  # may be more than fits
     memory, trace = max(machine.memory_nbytes, held), typical_trace(facts, TOKENS)
     costs = machine.costs(facts, held)
-    found = advice.advise(plan, memory, trace, costs, slots=[slots], policies=("lru",))
+    found = advice.advise(plan, memory, trace, costs, slots=[slots], policy="lru")
     return Forecast(f"{name}, {bits} bits", plan, machine, found)
 
 
@@ -310,7 +310,7 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     costs, trace = measure_costs(path), typical_trace(plan.facts, TOKENS)
     gain = cold_gain(plan.facts, costs.reads_direct)
     best = advice.advise(plan, memory, trace, costs, packed_gain=gain)
-    chosen = advice.advise(plan, memory, trace, costs, slots=slots, policies=("lrfu",))
+    chosen = advice.advise(plan, memory, trace, costs, slots=slots)
     machine = Machine.measured(costs, plan.facts, *_memory(ram), mx.metal.is_available())
     found = Forecast(path.name, plan, machine, chosen, OWN_SPREAD, OWN_NEAR)
     return f"{plan}\n{found.table(prompt)}\n{COMPARED}\n{best}"

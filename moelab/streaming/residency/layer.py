@@ -15,7 +15,7 @@ from ..reading.file import ReadError
 from ..reading.flight import Flight
 from ..reading.reader import Reader, Threads
 from .bank import SlotBank, can_empty
-from .table import SlotTable, policy_of
+from .table import SlotTable
 
 # Bytes. On a CPU, experts are computed in parts of about so many bytes as they arrive, if so many
 # are read. It is large enough to be worth a wait, and small enough that computing one hides a read.
@@ -65,7 +65,7 @@ class LayerSlots:
         slots = min(slots, self.num_owned)
         self.bank = self._slot_of_all = None  # memory is free before more is taken
         self.bank = self._take_bank(slots)
-        self.table = SlotTable(slots, policy_of(self._config.policy, self._config.source))
+        self.table = SlotTable(slots, self._config.policy)
         self.awaited = []  # what the running call waits for
         self.ahead = []  # what is read before a call needs it
         if self.host is not None:

@@ -1,8 +1,8 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
-A policy that weighs uses by their age is a line of ``EVICTION`` and some words in the help of
-``StreamConfig.policy``. Another kind of policy is a subclass with its own ``_victims``, as the
-replay's Belady is.
+A policy that weighs uses by their age is a line of ``EVICTION``; ``StreamConfig.policy`` names the
+one that is used. Another kind of policy is a subclass with its own ``_victims``, as the replay's
+Belady is.
 """
 
 from collections import defaultdict
@@ -10,18 +10,19 @@ from collections.abc import Collection, Iterable
 from heapq import nsmallest
 from itertools import islice
 
-from ..config import EVICTION
+# The eviction policies. A use of an expert counts 1 at first; each later call of the layer
+# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
+# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
+EVICTION = {
+    "lru": 0.0,  # least recently used
+    "lfu": 1.0,  # least frequently used
+    "lrfu": 0.98,  # least recently and frequently used
+}
 
 # Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
 # other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
 LARGEST = 2.0**300  # a use counts at most so much
-
-
-def policy_of(policy: str, source: str) -> str:
-    """The name of the eviction policy: ``auto`` is LRFU, or LRU if the source is ``host``."""
-    auto = GPU_POLICIES[0] if source == "host" else "lrfu"
-    return auto if policy == "auto" else policy
 
 
 class SlotTable:
