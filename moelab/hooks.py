@@ -1,6 +1,6 @@
 """Observe or replace an object's calls for a while; a lasting change is a class of its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from types import FunctionType
@@ -76,6 +76,18 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
     return copy
 
 
+def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
+    """What another library has put in the place of the first original that is gone; "" for none.
+
+    An original is its owner (a class, a Python module or the names of one), its name and value.
+    """
+    for owner, name, value in originals:
+        is_dict = type(owner) is dict
+        if (owner.get(name) if is_dict else getattr(owner, name, None)) is not value:
+            return f"{owner['__name__'] if is_dict else owner.__name__}.{name}"
+    return ""
+
+
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
@@ -103,14 +115,12 @@ def _calling(cls, name, replace, found):
 
 def _unless_replaced(cls, key, own, name, instead):
     """The method that calls ``instead``, as long as nobody replaces the method or its callee."""
-    names, called = own.__globals__, own.__globals__[name]
+    originals = (cls, key, own), (own.__globals__, name, own.__globals__[name])
     copy = with_globals(own, {name: instead})
 
     @wraps(own)
     def method(self, *args, **kwargs):
-        f = getattr(cls, key)
-        if f is own and names.get(name) is called and not self.training:
-            f = copy
+        f = getattr(cls, key) if self.training or replaced(originals) else copy
         return f(self, *args, **kwargs)
 
     method.copy = copy

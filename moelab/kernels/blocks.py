@@ -6,7 +6,6 @@ mlx-lm's caches are computed so. Otherwise mlx-lm's modules are called: in train
 when another library has replaced a method or function.
 """
 
-import sys
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,9 +15,10 @@ import numpy as np
 from mlx_lm.models import qwen3_5, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
+from ..hooks import replaced
 from . import attention, code, experts, gated_delta, modules, rowwise
 from .code import to_mlx
-from .modules import is_itself, products, replaced
+from .modules import is_itself, products
 from .quantized import Rows
 
 
@@ -40,10 +40,7 @@ class Recurred(NamedTuple):
 
 
 class Block(modules.Watched):
-    """Mixed into a class of mlx-lm's blocks; ``of`` is that class and its original call.
-
-    ``called``: the functions that mlx-lm's Python module had when this class was made, by name.
-    """
+    """Mixed into a class of mlx-lm's blocks. ``originals``: what it replaces, see ``replaced``."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
@@ -69,13 +66,8 @@ class Block(modules.Watched):
     @property
     def is_known(self) -> bool:
         """Whether nothing that this block stands for has been replaced."""
-        names = vars(sys.modules[self.of[0].__module__])
-        return not (
-            self.training
-            or replaced(self)
-            or getattr(self, "sharding_group", None) is not None
-            or any(names.get(name) is not f for name, f in self.called)
-        )
+        divided = getattr(self, "sharding_group", None) is not None
+        return not (self.training or divided or replaced(self.originals))
 
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
@@ -96,8 +88,8 @@ def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
 
 def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
     """Whether a module is a norm that ``rowwise.rms_norm`` computes."""
-    known = type(module) is modules.with_mixin(modules.Watched, kind) and not replaced(module)
-    return known and module["weight"].dtype == mx.float32
+    known = type(module) is modules.with_mixin(modules.Watched, kind)
+    return known and not replaced(module.originals) and module["weight"].dtype == mx.float32
 
 
 def normed(norm: nn.Module, x: np.ndarray, add: np.ndarray | None = None) -> Rows:

@@ -5,6 +5,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwiGLU, SwitchGLU
 
+from ..hooks import replaced
 from . import code, modules, quantized, rowwise, team
 from .code import to_mlx
 from .quantized import Matrices, Rows
@@ -67,8 +68,8 @@ class ExpertsInModule(FastExperts):
     known_call = __call__
 
     def all_matrices(self):
-        found = None if modules.replaced(self) else gate_up_down(self)
-        if found is None or any(p.training or modules.replaced(p) for p in found):
+        found = None if replaced(self.originals) else gate_up_down(self)
+        if found is None or any(p.training or replaced(p.originals) for p in found):
             return None
         *gate_up, down = [p.matrices() for p in found]
         return None if down is None or None in gate_up else (gate_up, down)

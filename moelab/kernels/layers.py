@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import Counter
 from functools import cache
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache
 
-from ..hooks import call_instead
+from ..hooks import call_instead, replaced
 from . import attention, blocks, code, experts, gated_delta, modules, rowwise, team
 from .blocks import Experts, GatedDelta35, forward, is_norm, normed
 from .code import to_mlx
@@ -165,8 +166,8 @@ class Pass:
         # holds the record, so the record must not hold the layer.
         (_, _, *self._own), *inside = _inside(layer)
         self._layer, self._inside = weakref.ref(layer), inside
-        self._calls = {m.of for m in (layer, *(m for m, *_ in inside)) if hasattr(m, "of")}
-        self._names = [(vars(sys.modules[m.of[0].__module__]), m.called) for m in (layer, mixer)]
+        of = (getattr(m, "originals", ()) for m in (layer, *(m for m, *_ in inside)))
+        self._originals = {*chain(*of)}
 
     @classmethod
     def of(cls, layer: Layer, n: int) -> "Pass | None":
@@ -191,11 +192,7 @@ class Pass:
                 return False
             if len(m) != size or not all(map(is_, parts_of(m), parts)):
                 return False
-        return (
-            all(cls.__call__ is call for cls, call in self._calls)
-            and all(names.get(n) is f for names, called in self._names for n, f in called)
-            and experts.takes_rows(self._mlp["switch_mlp"])
-        )
+        return not replaced(self._originals) and experts.takes_rows(self._mlp["switch_mlp"])
 
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
         """The layer's output ``[n, D]``, in memory that is used again; None if it does not fit."""
@@ -277,7 +274,7 @@ def blocks_of(model: nn.Module) -> dict[str, int]:
 
 @cache
 def _fast(cls, now):
-    names = vars(sys.modules[cls.__module__])
-    called = tuple((name, names[name]) for name in CALLED if name in names)
-    kept = {"__module__": cls.__module__, "of": (cls, cls.__call__), "called": called}
+    home = sys.modules[cls.__module__]
+    called = [(home, name, getattr(home, name)) for name in CALLED if hasattr(home, name)]
+    kept = {"__module__": cls.__module__, "originals": ((cls, "__call__", cls.__call__), *called)}
     return type(cls.__name__, (BLOCKS[cls], now), kept)

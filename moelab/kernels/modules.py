@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..hooks import with_globals
+from ..hooks import replaced, with_globals
 from ..system import HERE, Mac
 from . import code, quantized, rowwise
 from .code import to_mlx
@@ -133,8 +133,8 @@ class Watched:
 
 @cache
 def with_mixin(mixin: type, cls: type) -> type:
-    """A class with a mixin. ``of`` is the class that it is made of and how that is called now."""
-    kept = {"__module__": cls.__module__, "of": (cls, cls.__call__)}
+    """A class with a mixin. ``originals``: what it replaces, see ``replaced``."""
+    kept = {"__module__": cls.__module__, "originals": ((cls, "__call__", cls.__call__),)}
     return type(cls.__name__, (mixin, cls), kept)
 
 
@@ -165,7 +165,7 @@ class _Fast(Watched):
 
     def takes(self, x: mx.array) -> bool:
         """Whether the kernels compute with this input."""
-        if not takes(x) or self.training or replaced(self):
+        if not takes(x) or self.training or replaced(self.originals):
             return False
         matrices = self.matrices()
         return matrices is not None and x.shape[-1] == matrices.inputs
@@ -187,12 +187,6 @@ def owned(a: mx.array) -> mx.array:
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
     return other if same and other is not a else a
-
-
-def replaced(module: nn.Module) -> bool:
-    """Whether another library has put a method of its own in the place of MLX's or mlx-lm's."""
-    cls, call = module.of
-    return cls.__call__ is not call
 
 
 def is_itself(module: nn.Module, kind: type | tuple[type, ...]) -> bool:
@@ -250,7 +244,8 @@ class FastMLP:
 
     def fits(self) -> list[quantized.Matrices] | None:
         """The matrices of gate, up and down; None if the kernels do not compute all of them now."""
-        return None if replaced(self) else products(self, "gate_proj", "up_proj", "down_proj")
+        names = "gate_proj", "up_proj", "down_proj"
+        return None if replaced(self.originals) else products(self, *names)
 
     def forward(self, x: quantized.Rows, B: int = 1) -> np.ndarray | None:
         """Compute rows ``[n, D]`` of B texts: ``[n, D]``, None if the kernels do not fit now."""
@@ -268,7 +263,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
         linear = module[name]
         if type(linear) not in LINEARS or "bias" in linear:
             return None
-        if linear.training or replaced(linear) or (matrices := linear.matrices()) is None:
+        if linear.training or replaced(linear.originals) or (matrices := linear.matrices()) is None:
             return None
         found.append(matrices)
     return found
@@ -307,7 +302,7 @@ class _Conv1d(_Fast):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]  # [C, width, 1]
-        if not takes(x) or self.training or replaced(self) or weight.dtype != mx.float32:
+        if not takes(x) or self.training or replaced(self.originals) or weight.dtype != mx.float32:
             return super().__call__(x)
         taps = self.taps.owned
         T = x.shape[1] - len(taps) + 1

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from needs import needs_kernels
 
 from moelab import StreamConfig
-from moelab.hooks import hooked
+from moelab.hooks import hooked, replaced
 from moelab.kernels import layers
 from moelab.speculation.rollback import Rollback
 from moelab.streaming.model import load_model
@@ -184,6 +184,8 @@ def test_what_a_library_replaces_is_called(mode, family, of, name, load, monkeyp
     with monkeypatch.context() as library:
         library.setattr(of, name, lambda *a, **k: seen.append(1) or real(*a, **k))
         assert close(logits(model), want) and seen
+        told = {replaced(getattr(m, "originals", ())) for m in model.modules()}
+        assert f"{of.__name__}.{name}" in told or (mode, of) == ("stacked", SwitchGLU)
     assert np.array_equal(logits(model), want)
 
 
