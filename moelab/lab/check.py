@@ -21,6 +21,7 @@ from ..streaming.build import build_model
 from ..streaming.facts import ModelFacts
 from ..streaming.model import find, tokenizer_of
 from ..system import HERE
+from . import records
 from .machine import READ_NBYTES, card, cold_gain, read_speed
 from .oscache import drop_pages
 
@@ -156,16 +157,18 @@ def _slots_of(model):
         yield True, f"{model.name}: {gain}: {so}", ""
 
 
-def check(model: str | Path | None = None) -> bool:
-    """Print one line for each finding; returns whether all is well."""
+def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
+    """Print one line for each finding, and write them to a file; returns whether all is well."""
     if model is not None:  # a draft or a model without experts is refused at once, with what it is
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
-    good = True
+    rows = []
     for ok, what, remedy in findings(model):
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"))
-        good &= ok
-    return good
+        rows.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))
+    if file is not None:
+        records.write(file, {"kind": "check", "machine": card(), "rows": rows})
+    return all(row["ok"] for row in rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +178,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = "a model folder: the slots that would be chosen, its own files' reads"
     parser.add_argument("model", type=not_empty, metavar="[MODEL]", nargs="?", help=what)
+    kept = "write machine and findings there, to be sent"
+    parser.add_argument("--json", type=not_empty, metavar="FILE", help=kept)
 
 
 def run(args: argparse.Namespace) -> int:
-    return 0 if check(args.model) else 1
+    return 0 if check(args.model, args.json) else 1

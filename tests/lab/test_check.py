@@ -7,6 +7,7 @@ import pytest
 from page_cache import cached_nbytes
 
 from moelab import DATA, StreamConfig, kernels, plan
+from moelab.checkpoint import read_json
 from moelab.lab import check, oscache
 from moelab.repack import Gain
 
@@ -14,11 +15,14 @@ MB = 1 << 20
 TINY = DATA / "models/tiny-moe"
 
 
-def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
+def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys, tmp_path):
     """The slots that the commands take, with the reason, and what repack gains; or why none fit."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
-    assert check.check(TINY) in (True, False)
-    *lines, blocks, chosen, _ = capsys.readouterr().out.splitlines()
+    good = check.check(TINY, tmp_path / "machine.json")
+    *lines, blocks, chosen, last = capsys.readouterr().out.splitlines()
+    sent = read_json(tmp_path / "machine.json")
+    assert sent["machine"] == check.card() and good == all(row["ok"] for row in sent["rows"])
+    assert all(row["what"] in s for row, s in zip(sent["rows"], [*lines, blocks, chosen, last]))
     assert len(lines) >= 5 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
     assert ("blocks in one piece: 8 DecoderLayer, 8 " in blocks) == kernels.available()
     assert chosen.startswith("[ok] tiny-moe, ") and want.reason.partition(". ")[0] in chosen
