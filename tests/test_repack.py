@@ -20,11 +20,11 @@ from moelab.checkpoint import Checkpoint
 from moelab.experts import locate_experts
 from moelab.lab.machine import cold_gain
 from moelab.repack import PAGE_NBYTES, repack
+from moelab.streaming.disk_embedding import DiskEmbedding
 from moelab.streaming.facts import ModelFacts
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native
 from moelab.streaming.reading.reader import Reader
-from moelab.streaming.rows import DiskEmbedding
 
 PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 

@@ -125,7 +125,7 @@ class _Softmax(Code):
     ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys; other keys' weights are 0.
     """
 
-    takes = "*scores *sums rows keys seen first Tq"
+    signature = "*scores *sums rows keys seen first Tq"
 
     def write(self):
         b, L = self.b, self.L
@@ -170,7 +170,7 @@ class _AddUp(Code):
     """Means y ``[rows, Dv]`` of values ``[keys, Dv]``; sums of weights begin with ``sums``."""
 
     form = "Dv"
-    takes = "*weights *values *sums *y rows keys"
+    signature = "*weights *values *sums *y rows keys"
 
     def write(self):
         *pointers, n, self.keys = self.arguments

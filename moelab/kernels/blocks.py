@@ -112,7 +112,7 @@ class GatedDelta(Block):
     """``GatedDeltaNet`` of qwen3_5 and of qwen3_next."""
 
     def forward(self, x, B, mask=None, cache=None):
-        found = self.fits() if self.knows(mask, cache) else None
+        found = self.own_matrices() if self.knows(mask, cache) else None
         if found is None:
             return None
         did = self.compute(x, B, found, *self.held(cache, self.zeros(B)))
@@ -142,7 +142,7 @@ class GatedDelta(Block):
         is_known = type(cache) is ArraysCache and cache.lengths is None and len(cache.cache) == 2
         return is_known and all(a is None or a.dtype == mx.float32 for a in cache.cache)
 
-    def fits(self) -> list | None:
+    def own_matrices(self) -> list | None:
         """The block's matrices; None if the kernels cannot compute what is in it now."""
         conv1d, norm = self["conv1d"], self["norm"]
         parameters = self["A_log"], self["dt_bias"], conv1d["weight"]
@@ -219,7 +219,7 @@ class Attention(Block):
     """The attention of qwen3, qwen3_moe, qwen3_next and qwen3_5. The last two have a gate."""
 
     def forward(self, x, B, mask=None, cache=None):
-        found = self.fits() if self.knows(mask, cache) else None
+        found = self.own_matrices() if self.knows(mask, cache) else None
         if found is None:
             return None
         n, T, offset = len(x.x), len(x.x) // B, 0 if cache is None else cache.offset
@@ -236,7 +236,7 @@ class Attention(Block):
         keys = getattr(cache, "keys", None)
         return is_known and (keys is None or keys.dtype == mx.float32)
 
-    def fits(self) -> list | None:
+    def own_matrices(self) -> list | None:
         rope = self["rope"]
         if (
             not self.is_known
@@ -306,20 +306,20 @@ class Experts(Block):
     has_cache = False
 
     def forward(self, x, B, mask=None, cache=None):
-        found = self.fits()
+        found = self.own_matrices()
         if found is None:
             return None
         routed, scores, *shared = self.before_experts(x, B, found)
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
-    def fits(self) -> list | None:
+    def own_matrices(self) -> list | None:
         """Matrices of the router and of the shared expert's gate; None if MLX must compute them."""
         gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 
     def likely(self, x: Rows) -> tuple[np.ndarray, np.ndarray] | None:
         """Experts ``[n, expects]`` and their probabilities for rows x; None if nobody asks."""
-        module, found = self["switch_mlp"], self.fits()
+        module, found = self["switch_mlp"], self.own_matrices()
         if found is None or not is_itself(module, experts.FastExperts) or not module.expects:
             return None
         (logits,) = x.multiply(found[0])
@@ -327,7 +327,7 @@ class Experts(Block):
 
     def route(self, x: Rows) -> np.ndarray | None:
         """The experts of each token ``[n, K]``; None if this way does not fit."""
-        found = self.fits()
+        found = self.own_matrices()
         return None if found is None else self._route(x, found)[0]
 
     def _route(self, x, found):

@@ -119,7 +119,7 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
     """The kernel that a class writes for L lanes and a form, without addresses: it is stored."""
-    args = (len(kind.takes.split()), *args)
+    args = (len(kind.signature.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
@@ -146,10 +146,11 @@ class Code:
     """A function ``run(arguments, piece, pieces)`` in LLVM's language.
 
     A subclass's ``write`` writes it: the part ``piece`` of the work, of so many ``pieces``.
-    ``form`` names what it is written for, ``takes`` its arguments; a star: the address of float32.
+    ``form`` names what it is written for, ``signature`` its arguments: with a star the address of
+    float32.
     """
 
-    form = takes = ""
+    form = signature = ""
 
     def __init__(self, num_arguments: int, L: int, *form: Any):
         self.__dict__.update(zip(self.form.split(), form))
@@ -163,7 +164,7 @@ class Code:
         first, self.piece, self.pieces = self.function.args
         first = self.pointer(first, I64)
         self.arguments = [self.load(first, I64(i), I64, align=8) for i in range(num_arguments)]
-        for i, name in enumerate(self.takes.split()):
+        for i, name in enumerate(self.signature.split()):
             if name.startswith("*"):
                 self.arguments[i] = self.pointer(self.arguments[i], F32)
 

@@ -16,7 +16,7 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be on
 class FastExperts:
     """The experts of one layer; ``forward`` computes for rows of numpy what a call would."""
 
-    # How many experts of each token ``expect`` is told of before attention, while ``expecting``.
+    # How many likely experts of each token ``expect`` gets before attention, while ``expecting``.
     expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:
@@ -46,7 +46,7 @@ def call_for(
     """What computes ``FastExperts.forward`` with these projections; None if they do not fit."""
     if found is None or found[0][0].inputs != x.x.shape[-1]:
         return None
-    return placed if placed and placed.takes(found) else ExpertCall(found, x, shape)
+    return placed if placed and placed.bind(found) else ExpertCall(found, x, shape)
 
 
 def takes_rows(module: nn.Module) -> bool:
@@ -142,7 +142,7 @@ class ExpertCall:
 
 
 class PlacedExperts:
-    """The experts of one token x ``[1, D]``: a program that is told in each run where they lie."""
+    """The experts of one token x ``[1, D]``: a program that gets their places in each run."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found
@@ -175,8 +175,8 @@ class PlacedExperts:
         pieces = team.pieces(y.size * matrices[0].inputs, N // 2)
         team.run(matrices[0].kernel, code.address(tasks), n * K, pieces=pieces)
 
-    def takes(self, found: Projections) -> bool:
-        """Take the projections for the next run; False if the program is of another form."""
+    def bind(self, found: Projections) -> bool:
+        """Compute with these projections from now on; False if the program is of another form."""
         self._found = found
         return _form(found) == self._form
 

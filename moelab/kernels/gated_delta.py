@@ -84,7 +84,7 @@ class _GatedDelta(Code):
     """The recurrence for all ``B * Hv * Dv`` rows of the states, two at a time to hide latency."""
 
     form = "Dk vector"
-    takes = "*q *k *v *g *beta *state *new *y q_step k_step v_step T Hk Hv Dv rows"
+    signature = "*q *k *v *g *beta *state *new *y q_step k_step v_step T Hk Hv Dv rows"
 
     def write(self):
         *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, all_rows = self.arguments

@@ -83,15 +83,15 @@ class DeltaPass:
     def __init__(self, mixer, x, first):
         self._mixer, self._zeros = mixer, mixer.zeros(1)
         with first.recording():
-            self._did = mixer.compute(x, 1, mixer.fits(), *self._zeros)
+            self._did = mixer.compute(x, 1, mixer.own_matrices(), *self._zeros)
         self.y, self.end = self._did.y, first
         self._places = [first.places(a) for a in (*self._zeros, self._did.state)]
 
     def run(self, mask: None, cache: ArraysCache) -> None:
         """Compute ``end``, and put into the cache what the next token needs."""
         before, now = self._mixer.held(cache, self._zeros)
-        told = self._mixer.recorder is not None
-        in_place = not told and now.nbytes >= IN_PLACE_NBYTES
+        kept = self._mixer.recorder is not None
+        in_place = not kept and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
             # MLX writes to the state's memory if nobody else holds it, and else to a copy. Either
             # way nobody else has that memory then: it becomes the next state.
@@ -107,7 +107,7 @@ class DeltaPass:
         for places, a in zip(self._places, (did.before, now, new)):
             team.put(places, a)
         self.end.run()
-        if told:  # the recorder keeps the inputs, and the next run would overwrite them
+        if kept:  # the recorder keeps the inputs, and the next run would overwrite them
             did = did._replace(inputs=(*(a.copy() for a in did.inputs[:-1]), now))
         self._mixer.keep(cache, did, state if in_place else None)
 
@@ -116,7 +116,7 @@ class AttentionPass:
     """The record of an ``Attention`` for a short pass, as ``DeltaPass``."""
 
     def __init__(self, mixer, x, first):
-        self._mixer, self._first, found = mixer, first, mixer.fits()
+        self._mixer, self._first, found = mixer, first, mixer.own_matrices()
         self.end = team.Program(first.memory)
         self._angles = [a.copy() for a in mixer.turns(0, len(x.x))]
         with first.recording():
@@ -154,7 +154,7 @@ class Pass:
         with self._mixed.end.recording():
             h = self._mixed.y
             x = normed(after, h, add=self._x)
-            self._routed, scores, *shared = mlp.before_experts(x, 1, mlp.fits())
+            self._routed, scores, *shared = mlp.before_experts(x, 1, mlp.own_matrices())
             y, self._experts = memory.empty(scores.size, x.x.shape[-1]), None
             if n == 1:
                 found = mlp["switch_mlp"].all_matrices()
@@ -176,9 +176,9 @@ class Pass:
         known = (
             is_itself(mixer, (GatedDelta35, blocks.Attention))
             and is_itself(mlp, Experts)
-            and (shared is None or (is_itself(shared, FastMLP) and shared.fits() is not None))
+            and (shared is None or (is_itself(shared, FastMLP) and shared.own_matrices()))
             and layer.is_known
-            and None not in (mixer.fits(), mlp.fits())
+            and None not in (mixer.own_matrices(), mlp.own_matrices())
             and experts.takes_rows(mlp["switch_mlp"])
         )
         return cls(layer, n) if known else None

@@ -242,14 +242,14 @@ class FastMLP:
 
     known_call = __call__
 
-    def fits(self) -> list[quantized.Matrices] | None:
+    def own_matrices(self) -> list[quantized.Matrices] | None:
         """The matrices of gate, up and down; None if the kernels do not compute all of them now."""
         names = "gate_proj", "up_proj", "down_proj"
         return None if replaced(self.originals) else products(self, *names)
 
     def forward(self, x: quantized.Rows, B: int = 1) -> np.ndarray | None:
         """Compute rows ``[n, D]`` of B texts: ``[n, D]``, None if the kernels do not fit now."""
-        found = self.fits()
+        found = self.own_matrices()
         if found is None or found[0].inputs != x.x.shape[-1]:
             return None
         *gate_up, down = found
@@ -276,12 +276,12 @@ def _is_mlp(cls):
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
 
-    def said(name):
+    def written(name):
         return lambda *arguments: f"{name}({', '.join(arguments)})"
 
-    words = {f"{name}_proj": said(name) for name in ("gate", "up", "down")}
+    words = {f"{name}_proj": written(name) for name in ("gate", "up", "down")}
     try:
-        y = with_globals(call, {"swiglu": said("swiglu")})(SimpleNamespace(**words), "x")
+        y = with_globals(call, {"swiglu": written("swiglu")})(SimpleNamespace(**words), "x")
     except Exception:  # it computes something else
         return False
     return y == "down(swiglu(gate(x), up(x)))"

@@ -53,13 +53,13 @@ def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> 
     )
 
 
-def room(mode: str, bits: int) -> int:
+def divisor(mode: str, bits: int) -> int:
     """A power of two, not below the sum of a word's affine weights: inputs are divided by it."""
     return (WORD // bits) << bits if mode == "affine" else 1
 
 
 class Packed(NamedTuple):
-    """Rows in the order in which a kernel takes them, divided by ``room``."""
+    """Rows in the order in which a kernel takes them, divided by ``divisor``."""
 
     x: int  # address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word
     sums: int  # address of the sums of each word's inputs, ``[rows, D / (L * n), L]``
@@ -116,7 +116,7 @@ class Matrices:
         self.kernel, self._pack = kernel(mode, bits, group_size, self.inputs, half), None
         self._words = self.inputs * bits // WORD
         if mode != "float":
-            form = bits, self.inputs, room(mode, bits)
+            form = bits, self.inputs, divisor(mode, bits)
             self._pack = code.kernel_of(_Packer, code.lanes(self._words), *form)
 
     def pack(self, x: np.ndarray) -> Packed:
@@ -209,12 +209,12 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 class _Packer(Code):
     """Rows in the order of ``Packed``, the inputs of L words at a time."""
 
-    form = "bits inputs room"
-    takes = "*x *packed *sums rows"
+    form = "bits inputs divisor"
+    signature = "*x *packed *sums rows"
 
     def write(self):
         x, packed, sums, rows = self.arguments
-        share = ir.Constant(self.floats, [1 / self.room] * self.L)
+        share = ir.Constant(self.floats, [1 / self.divisor] * self.L)
         L, n = self.L, WORD // self.bits
         size = L * n
 
@@ -240,7 +240,7 @@ class _Product(Code):
     """
 
     form = "mode bits group inputs half"
-    takes = "tasks n"
+    signature = "tasks n"
 
     def write(self):
         b, (tasks, n) = self.b, self.arguments
@@ -303,7 +303,7 @@ class _Product(Code):
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
         """Multiply rows ``[first:end]`` of weights, r at a time; gives the first that is left."""
         zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
-        whole = ir.Constant(F32, float(room(self.mode, self.bits)))
+        whole = ir.Constant(F32, float(divisor(self.mode, self.bits)))
 
         def one(out, _):
             outs = [self.add(out, self.mul(stretch, i)) for i in range(r)]

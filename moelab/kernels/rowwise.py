@@ -122,7 +122,7 @@ class _Norm(Code):
     """Norms of rows. x1 and x2 are the distances of x's groups of rows and of its rows."""
 
     form = "D eps scale has_weight has_add has_gate"
-    takes = "*x x1 x2 *y y1 y2 *gate g1 g2 *weight *add H rows"
+    signature = "*x x1 x2 *y y1 y2 *gate g1 g2 *weight *add H rows"
 
     def write(self):
         b = self.b
@@ -166,7 +166,7 @@ class _Gated(Code):
     """y = x times a function of the gate. A step is the distance of two rows."""
 
     form = "D is_silu"
-    takes = "*gate gate_step *x x_step *y rows"
+    signature = "*gate gate_step *x x_step *y rows"
 
     def write(self):
         b = self.b
@@ -188,7 +188,7 @@ class _Convolution(Code):
     """Convolutions over time of ``width`` tokens, and what is before the next ones."""
 
     form = "width"
-    takes = "*before *x *taps *y *after B T C"
+    signature = "*before *x *taps *y *after B T C"
 
     def write(self):
         b, w = self.b, self.width - 1
@@ -236,7 +236,7 @@ class _Convolution(Code):
 class _Gates(Code):
     """The gates of n numbers, one after another."""
 
-    takes = "*a *b *decay *bias *g *beta H n"
+    signature = "*a *b *decay *bias *g *beta H n"
 
     def write(self):
         build = self.b
@@ -258,7 +258,7 @@ class _Router(Code):
     """The K largest of E logits, sorted, and their scores."""
 
     form = "E K normalize"
-    takes = "*logits experts *scores rows"
+    signature = "*logits experts *scores rows"
 
     def write(self):
         b, K = self.b, self.K
@@ -313,7 +313,7 @@ class _Combination(Code):
     """Sums of K experts' rows, times their scores, and of what else there is."""
 
     form = "D K has_add has_shared has_gate"
-    takes = "*experts *scores *add *shared *gate *y rows"
+    signature = "*experts *scores *add *shared *gate *y rows"
 
     def write(self):
         b, L = self.b, self.L
@@ -349,7 +349,7 @@ class _Rotation(Code):
     """Rows turned in place. ``first`` and ``second`` are the distances as in ``_Norm``."""
 
     form = "half"
-    takes = "*x first second *cos *sin H rows"
+    signature = "*x first second *cos *sin H rows"
 
     def write(self):
         b = self.b

@@ -238,7 +238,7 @@ class _Shared(Code):
 class _Lead(_Shared):
     """Post the job of a kernel, take part, wait."""
 
-    takes = "team kernel arguments pieces"
+    signature = "team kernel arguments pieces"
 
     def write(self):
         self.set_up()
@@ -268,7 +268,7 @@ class _Lead(_Shared):
 class _Serve(_Shared):
     """Take pieces until there was none for so many looks."""
 
-    takes = "team spins"
+    signature = "team spins"
 
     def write(self):
         self.set_up()
@@ -290,7 +290,7 @@ class _Serve(_Shared):
 class _Sequence(Code):
     """Call n functions of a table, which has the address of each and of its arguments."""
 
-    takes = "table n"
+    signature = "table n"
 
     def write(self):
         table, n = self.arguments

@@ -13,6 +13,6 @@ Before loading, facts.py asks the model once what it is made of (``ModelFacts``)
 chooses the number of slots, which room.py gives back where memory gets short. handover.py moves the
 routing to the host, on a CUDA GPU by cuda.py. Beside them: config.py (``StreamConfig``), build.py
 (mlx-lm's model with the top-k and the type that were asked for), counters.py, fused.py (gate and up
-in one projection), prefetch.py (guesses), ranks.py (several machines), trace.py and record.py
-(which experts were chosen).
+in one projection), disk_embedding.py (tables of which a token needs a few rows), prefetch.py
+(guesses), ranks.py (several machines), trace.py and record.py (which experts were chosen).
 """

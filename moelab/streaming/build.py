@@ -18,7 +18,7 @@ from ..checkpoint import Checkpoint, CheckpointError, describe, mlx_lm_model, tr
 from ..experts import expert_modules, expert_parameters, num_experts
 from ..hooks import hooked
 from .config import SLOT_MODES, StreamConfig
-from .rows import keep_on_disk
+from .disk_embedding import keep_on_disk
 
 # The families' names for K in their configurations.
 TOP_K_KEYS = (
@@ -77,12 +77,12 @@ def build_model(
 
 
 def _find_top_k(config, model):
-    """K, if the configuration or else the built model names it: (dictionary to set, key, K)."""
+    """Where K stands, in config.json or else in the built model: (dictionary to set, key, K)."""
     text = config.get("text_config") or {}
-    said = [(text, text), (config, config)]
+    places = [(text, text), (config, config)]
     inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
-    said += [(getattr(args, "__dict__", {}), text or config) for args in inside]
-    for values, holder in said:
+    places += [(getattr(args, "__dict__", {}), text or config) for args in inside]
+    for values, holder in places:
         for key in TOP_K_KEYS:
             K = values.get(key)
             K = K if isinstance(K, list) else [K]

@@ -15,9 +15,9 @@ from ..checkpoint import Checkpoint, ExpertTensor, leaves, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
 from .build import build_model
 from .config import StreamConfig
+from .disk_embedding import DiskEmbedding
 from .handover import FEW_TOKENS
 from .residency.bank import slot_nbytes
-from .rows import DiskEmbedding
 
 # A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048

@@ -38,7 +38,7 @@ FastFusedSwitchGLU = kernels.with_mixin(kernels.ExpertsInModule, FusedSwitchGLU)
 # MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
 # shorter row, so it reads past the last row of inputs and of weights.
 TILES, TILE = 3, 64
-PADDING_NBYTES = 256  # bytes of room behind the weights
+PADDING_NBYTES = 256  # behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):
@@ -51,13 +51,13 @@ class PaddedLinear(QuantizedSwitchLinear):
 
 
 def give_room(module: nn.Module) -> None:
-    """Make short projections ``PaddedLinear``, with room behind them for MLX's CUDA kernel."""
+    """Make projections too short for MLX's CUDA kernel ``PaddedLinear``, and pad their weights."""
     for linear in module.modules() if mx.cuda.is_available() else ():
         quantized = type(linear) is QuantizedSwitchLinear
         if quantized and linear.input_dims < TILES * max(TILE, linear.group_size):
             linear.__class__, w = PaddedLinear, linear.weight
-            room = mx.zeros(PADDING_NBYTES // w.dtype.size, w.dtype)
-            linear.weight = mx.concatenate([w.flatten(), room])[: w.size].reshape(w.shape)
+            zeros = mx.zeros(PADDING_NBYTES // w.dtype.size, w.dtype)
+            linear.weight = mx.concatenate([w.flatten(), zeros])[: w.size].reshape(w.shape)
 
 
 def can_fuse(experts: nn.Module) -> bool:

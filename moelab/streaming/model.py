@@ -40,6 +40,7 @@ from ..memory import return_free_memory
 from ..prompt import check_tokens
 from .build import build_model
 from .config import StreamConfig
+from .disk_embedding import EMBEDDINGS, DiskEmbedding
 from .facts import facts_of
 from .fused import give_room
 from .handover import FEW_TOKENS
@@ -49,7 +50,6 @@ from .prefetch import PREFETCHERS, Auto, auto
 from .ranks import Ranks
 from .residency import host
 from .residency.bank import can_empty
-from .rows import EMBEDDINGS, DiskEmbedding
 from .session import Session, recurrent_states, session_of, stats
 
 

@@ -41,8 +41,8 @@ PROCESS_NBYTES = 110_000_000
 # On CUDA the plan's memory is the GPU's, where the process is not. There MLX took 70 to 143 MB
 # beside the planned arrays.
 GPU_NBYTES = 160_000_000
-# A tenth of the machine's memory, at most 4 GB, is left to other programs. In a cgroup nothing is,
-# as they do not share its limit.
+# A tenth of the machine's memory, at most 4 GB, is left to other programs. Of a cgroup's limit
+# nothing is: other programs have their own.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # In a longer context a chunk of a prompt has at least 32 tokens. Where slots can lend their memory
 # to a prompt, a chunk may take 7/8 of the memory that is left for slots. Elsewhere it may take a
@@ -314,13 +314,13 @@ def _work(facts, context, taken, memory):
 
     ``taken`` are the bytes of ``memory`` for all else, K slots in each layer among them.
     """
-    room = memory - taken
+    left = memory - taken
     if can_empty():  # slots lend their memory
-        most = room * 7 // 8
+        most = left * 7 // 8
         most -= min(most // (MORE_SHARE + 1), MORE_NBYTES)
     else:
         most = max(memory // PROMPT_SHARE, FEW_PROMPT_TOKENS * facts.token_nbytes)
-        most = min(most, room // 2)
+        most = min(most, left // 2)
     tokens = min(max(LEAST_PROMPT_TOKENS, most // facts.token_nbytes), PROMPT_TOKENS, context)
     nbytes = facts.arrays_nbytes(tokens)
     if not can_empty():

@@ -45,7 +45,7 @@ class Room:
         self._plan, self._residency, self._together = plan, residency, together
         # ``slots`` there are from now on; fewer are in use while they lend memory to a prompt.
         self.slots = self._in_use = slots
-        self._told = slots  # the slots that the last warning named
+        self._warned = slots  # the slots that the last warning named
         self.tokens = 0  # the tokens of the last call, or part of one, that began
         self._look_s = 0.0  # when to look at the memory again
         # A GPU's own memory is not swapped. Elsewhere no more than ``most`` slots are kept: fewer
@@ -88,15 +88,15 @@ class Room:
         if is_prompt:  # slots stay lent in a prompt's last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
         needs = partial(plan.call_nbytes, caches=caches, is_first=not self.tokens)
-        room, _ = memory_now()
+        free, _ = memory_now()
         taken = needs(step) + RESERVE_NBYTES
-        if self._fitting(taken, room) < slots:
+        if self._fitting(taken, free) < slots:
             mx.clear_cache()  # memory that a prompt left free may be enough
             return_free_memory()
-            room, _ = memory_now()
+            free, _ = memory_now()
         # Slots that cannot lend their memory must leave a prompt's free for good.
-        self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, room))
-        fitting = self._fitting(taken, room)
+        self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, free))
+        fitting = self._fitting(taken, free)
         self._use(max(self._least, min(self.slots, slots, fitting)))
         if fitting >= self._least:
             return step
@@ -113,9 +113,9 @@ class Room:
         """The fewest slots with which a token can be computed."""
         return min(self._plan.top_k, self._plan.slots)
 
-    def _fitting(self, nbytes, room):
-        """How many slots fit in each layer beside ``nbytes``, if ``room`` bytes are free."""
-        return (self._residency.nbytes + room - nbytes) // self._plan.facts.slot_nbytes
+    def _fitting(self, nbytes, free):
+        """How many slots fit in each layer beside ``nbytes``, if ``free`` bytes are left."""
+        return (self._residency.nbytes + free - nbytes) // self._plan.facts.slot_nbytes
 
     def _keep(self, fitting):
         """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
@@ -124,13 +124,13 @@ class Room:
         more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that they can stay
         fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
-        told = kept if kept > slots else self._told
-        self.slots, self._told = kept, told
-        if not told or fitting >= told - told // 8:  # warn once for each eighth
+        warned = kept if kept > slots else self._warned
+        self.slots, self._warned = kept, warned
+        if not warned or fitting >= warned - warned // 8:  # warn once for each eighth
             return
-        self._told = kept if fitting >= kept else 0  # warn once if no slot can be given back
-        missing = (told - fitting) * slot_nbytes
-        what = f"slots {told} -> {kept}" if kept < told else f"no more than {kept} slots left"
+        self._warned = kept if fitting >= kept else 0  # warn once if no slot can be given back
+        missing = (warned - fitting) * slot_nbytes
+        what = f"slots {warned} -> {kept}" if kept < warned else f"no more than {kept} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "
             f"a text longer than the {self._plan.context} tokens planned for "
@@ -155,7 +155,7 @@ class Room:
                 less = f"the system swaps this model's memory: {less}"
                 warnings.warn(less, RuntimeWarning, stacklevel=2)
             self._rest_s *= 1 + self._tried
-            self._most = self._told = most
+            self._most = self._warned = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
             self._watch_s += 0 if can_empty() else SETTLE_S
         elif self._most < self._plan.slots and now > self._rest_until:

@@ -12,8 +12,8 @@ import moelab
 from moelab.checkpoint import vlm
 from moelab.repack import repack
 from moelab.speculation.rollback import Rollback
+from moelab.streaming.disk_embedding import ROW_NBYTES, DiskEmbedding
 from moelab.streaming.model import load_model
-from moelab.streaming.rows import ROW_NBYTES, DiskEmbedding
 
 pytest.importorskip("mlx_vlm", reason="pip install --no-deps mlx-vlm")
 
@@ -158,7 +158,7 @@ def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
     (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
     assert not table.parameters()
     row_nbytes = table._table.row_nbytes + ROW_NBYTES
-    monkeypatch.setattr("moelab.streaming.rows.HOT_NBYTES", 30 * row_nbytes)
+    monkeypatch.setattr("moelab.streaming.disk_embedding.HOT_NBYTES", 30 * row_nbytes)
     np.testing.assert_array_equal(logits(model, model.make_cache()), want)
     assert len(table._hot) == 30
     with pytest.raises(IndexError, match="expected rows from 0 to"):
