@@ -38,7 +38,7 @@ def end_at_ctrl_c() -> None:
 
 
 def _watch(signals):
-    """End where the main thread comes to no handler, as in one evaluation of a long prompt."""
+    """End the process where the main thread runs no handler, as while MLX evaluates a prompt."""
     while number := os.read(signals, 1):
         time.sleep(1)
         if number[0] == SIGINT and getsignal(SIGINT) is end and not _ends:
@@ -48,17 +48,17 @@ def _watch(signals):
 def end(*_) -> None:
     """End the process, the others that it began, and what is half written (``undone``)."""
     global _ends
-    _ends, said = True, ["interrupted"]
+    _ends, words = True, ["interrupted"]
     try:
         for undo in (_kill_children, *reversed(_undo)):
             with suppress(Exception):
-                said.append(undo())
+                words.append(undo())
         with suppress(Exception):  # nobody reads it, or this came while it was written
             sys.stdout.flush()
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
         bars = tqdm.external_write_mode(sys.stderr, nolock=True) if tqdm else nullcontext()
         bars.__enter__()  # leaving it would draw them again
-        print(*filter(None, said), sep=": ", file=sys.stderr, flush=True)
+        print(*filter(None, words), sep=": ", file=sys.stderr, flush=True)
     finally:
         os._exit(130)
 
@@ -71,7 +71,7 @@ def _kill_children():
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo`` in ``end``, if that comes inside the block (it says what this returns).
+    """If Ctrl-C ends the process inside the block, call ``undo`` and print what it returns.
 
     If ``after``, call it after the block, too.
     """

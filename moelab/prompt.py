@@ -28,7 +28,7 @@ def templated(
 
 
 def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
-    """``template(prompt)`` from the prompt on; a cache holds what comes before."""
+    """The end of ``template(prompt)`` that begins with the prompt; a cache holds the rest."""
     text, mark = template(prompt), "<query>"
     before, found, _ = template(mark).partition(mark)
     if not found:

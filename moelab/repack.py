@@ -56,7 +56,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """As ``quartiles``, of a text that took so long and waited for reads so long."""
+        """How many times as fast a text were decoded that took and waited for reads so long."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -102,7 +102,7 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
 
 
 def _in_one_piece(lies):
-    """As many bytes as an expert's pieces, from a page of its first piece's file on."""
+    """A range as long as an expert's pieces together, in the file of the first one."""
     (file, first, _), size = lies[0], lies[0][0].stat().st_size
     nbytes = min(size, sum(n for *_, n in lies))
     return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]

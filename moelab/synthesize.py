@@ -47,7 +47,7 @@ GAINS = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class NewTensor:
     """One tensor to write."""
 
     name: str
@@ -62,7 +62,7 @@ class Tensor:
         return int(np.prod(self.shape)) * DTYPES[self.dtype].size
 
 
-def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
+def plan(config: dict, bits: int = BITS) -> tuple[list[NewTensor], dict]:
     """The tensors of mlx-lm's quantized checkpoint, in the model's order, and its configuration."""
     config = copy.deepcopy(config)
     model_class, args_class = model_classes(config)
@@ -78,10 +78,10 @@ def plan(config: dict, bits: int = BITS) -> tuple[list[Tensor], dict]:
     tensors = []
     for name, a in tree_flatten(model.parameters()):
         if not mx.issubdtype(a.dtype, mx.floating) and a.dtype != mx.uint32:
-            tensors.append(Tensor(name, DTYPE_NAMES[a.dtype], tuple(a.shape), np.array(a)))
+            tensors.append(NewTensor(name, DTYPE_NAMES[a.dtype], tuple(a.shape), np.array(a)))
             continue
         dtype = "U32" if a.dtype == mx.uint32 else "F32" if name.endswith("A_log") else "BF16"
-        tensors.append(Tensor(name, dtype, tuple(a.shape)))
+        tensors.append(NewTensor(name, dtype, tuple(a.shape)))
     return tensors, config
 
 

@@ -293,7 +293,7 @@ class Attention(Block):
 
 @lru_cache(maxsize=4)  # all layers of a pass turn by the same
 def turns(dims: int, base: float, scale: float, offset: int, T: int) -> list[np.ndarray]:
-    """Cosines and sines of rotary positions, ``[T, dims / 2]`` each: what MLX turns a 1 into."""
+    """Cosines and sines of rotary positions, ``[T, dims / 2]`` each, as MLX turns a 1 into them."""
     one = mx.concatenate([mx.ones((1, 1, T, dims // 2)), mx.zeros((1, 1, T, dims // 2))], axis=-1)
     turned = mx.fast.rope(one, dims, traditional=False, base=base, scale=scale, offset=offset)
     turned = np.asarray(turned)[0, 0]

@@ -52,7 +52,7 @@ def recorded() -> Any:
 
 
 class Memory:
-    """Memory for arrays that are used one after another: after ``rewind`` it is given out again."""
+    """Memory for arrays that follow each other; after ``rewind`` the next ones get it again."""
 
     def __init__(self):
         self._blocks, self._now, self._at = [], 0, 0

@@ -1,4 +1,4 @@
-"""A layer's experts, computed by the kernels: ``FastExperts`` is the one entry that blocks know."""
+"""A layer's experts, computed by the kernels: blocks call them through ``FastExperts``."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +14,7 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be on
 
 
 class FastExperts:
-    """The experts of one layer; ``forward`` computes for rows of numpy what a call would."""
+    """The experts of one layer; ``forward`` is a call with numpy's arrays."""
 
     # How many likely experts of each token ``expect`` gets before attention, while ``expecting``.
     expects, expecting = 0, False

@@ -271,7 +271,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call gives ``down(swiglu(gate(x), up(x)))`` if it is tried on words."""
+    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``: it is tried on words."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -318,6 +318,6 @@ MIXINS = {
     SwitchMatrices: (QuantizedSwitchLinear, SwitchLinear),
     _Conv1d: (nn.Conv1d,),
 }
-# Made now: a method that a library replaces from here on is called.
+# Made now, so that a method that a library replaces later is noticed, and called.
 FAST = {cls: with_mixin(mixin, cls) for mixin, classes in MIXINS.items() for cls in classes}
 LINEARS = FAST[nn.QuantizedLinear], FAST[nn.Linear]

@@ -59,7 +59,7 @@ def divisor(mode: str, bits: int) -> int:
 
 
 class Packed(NamedTuple):
-    """Rows in the order in which a kernel takes them, divided by ``divisor``."""
+    """Rows, divided by ``divisor``, in the order in which a kernel reads them."""
 
     x: int  # address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word
     sums: int  # address of the sums of each word's inputs, ``[rows, D / (L * n), L]``
@@ -330,7 +330,7 @@ class _Product(Code):
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
-            # The numbers mean: to read, into the second-level cache, data.
+            # The numbers say that data is fetched, to read it, into the second-level cache.
             self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):

@@ -11,7 +11,7 @@ import numpy as np
 from . import team
 from .code import F32, I32, I64, Code, address, check, empty, ir, kernel_of, lanes
 
-# Multiplications that take as long as one number does here, which goes through an exponential.
+# One number here goes through an exponential and takes as long as so many multiplications.
 NUMBER_WORK = 16
 
 
@@ -310,7 +310,7 @@ class _Router(Code):
 
 
 class _Combination(Code):
-    """Sums of K experts' rows, times their scores, and of what else there is."""
+    """Sums of K experts' rows, times their scores, and of the two rows that may be added."""
 
     form = "D K has_add has_shared has_gate"
     signature = "*experts *scores *add *shared *gate *y rows"

@@ -44,7 +44,7 @@ def pieces(work: int, most: int) -> int:
 
 
 def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
-    """Compute a kernel's work in pieces, on all cores. An interrupt shows when it is done."""
+    """Compute a kernel's work in pieces, on all cores. A Ctrl-C is raised when it is done."""
     if (program := code.recorded()) is not None:
         return program.add(kernel, numbers, pieces)
     if pieces == 1 or (team := _team()) is None:
@@ -217,7 +217,7 @@ class _Shared(Code):
         pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)
         there = b.icmp_unsigned("<", piece, pieces)
         with b.if_then(there), b.if_then(self.swap(JOB, job, self.add(job, 1))):
-            # Until this piece is done, they stay what they are.
+            # The job's fields stay as they are until this piece is done.
             kernel, arguments = (self.load(self.team, I64(i), I64, 8) for i in (KERNEL, ARGUMENTS))
             self.compute(kernel, arguments, piece, pieces)
             self.count(DONE, 1)
@@ -266,7 +266,7 @@ class _Lead(_Shared):
 
 
 class _Serve(_Shared):
-    """Take pieces until there was none for so many looks."""
+    """Take pieces until so many looks in a row found none."""
 
     signature = "team spins"
 

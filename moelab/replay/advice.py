@@ -18,7 +18,7 @@ from .pagecache import Replay, replay
 # cache, as on a Mac, the one with the fewest slots is, because too many are a far larger cost.
 EQUAL = 0.02
 # A repack that saves a smaller share of a token is not worth a second copy of the file.
-WORTH = 0.03
+WORTH_A_COPY = 0.03
 NUM_SLOTS = 12  # numbers of slots to choose from, if none are given
 
 
@@ -120,9 +120,9 @@ def advise(
         saved = 1 - packed.mean_s / chosen.mean_s
         why.append(
             f"Layout: {packed_gain}: `python -m moelab repack MODEL OUT` would save {saved:.1%} of "
-            f"a token, {'' if saved >= WORTH else 'not '}worth a second copy."
+            f"a token, {'' if saved >= WORTH_A_COPY else 'not '}worth a second copy."
         )
-        chosen, layout = (packed, "packed") if saved >= WORTH else (chosen, "as it is")
+        chosen, layout = (packed, "packed") if saved >= WORTH_A_COPY else (chosen, "as it is")
     if most == E:
         why.append(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "

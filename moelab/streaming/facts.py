@@ -121,7 +121,7 @@ class ModelFacts:
         return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
 
     def arrays_nbytes(self, tokens: int) -> int:
-        """The bytes of a call's arrays; its others are free when its logits are computed."""
+        """The bytes of a call's arrays: its layers' are free before its logits are computed."""
         return max(tokens * self.token_nbytes, self.few_nbytes(tokens))
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -45,7 +44,7 @@ from .facts import facts_of
 from .fused import give_room
 from .handover import FEW_TOKENS
 from .layers import LAYERS, moe_blocks
-from .plan import plan_of
+from .plan import AnyDraft, plan_of
 from .prefetch import PREFETCHERS, Auto, auto
 from .ranks import Ranks
 from .residency import host
@@ -168,7 +167,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     group: mx.distributed.Group | None = None,
-    draft: Any = None,
+    draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> tuple[nn.Module, TokenizerWrapper] | tuple[nn.Module, TokenizerWrapper, dict]:
     """Load a model whose experts stay on disk, and its tokenizer.

@@ -11,7 +11,7 @@ from functools import partial
 from math import ceil
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import mlx.core as mx
 import psutil
@@ -63,6 +63,14 @@ ALL = "every expert"
 RESIDENT_FITS = " (mode resident, which reads all of them at the start, would fit as well)"
 FEW = "few, since the page cache holds more experts in the rest of the memory"
 NEARLY_ALL = "nearly all of the memory, so that hardly an expert is in memory twice"
+
+
+class AnyDraft(Protocol):
+    """What ``plan`` asks of a draft, as ``speculation.drafts.Draft`` explains it."""
+
+    verify_tokens: int
+
+    def read_zeros(self) -> list: ...
 
 
 class DoesNotFit(ValueError):
@@ -140,7 +148,7 @@ def plan(
     *,
     memory_nbytes: int | None = None,
     context: int | None = None,
-    draft: Any = None,
+    draft: AnyDraft | None = None,
     texts: int = 1,
     trust_remote_code: bool = False,
 ) -> Plan:
@@ -180,7 +188,7 @@ def plan_of(
     config: StreamConfig,
     ranks: Ranks | None = None,
     most: Most | None = None,
-    draft: Any = None,
+    draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> Plan:
     """``plan`` for known facts and this rank's experts; ``most``: what another machine may take."""

@@ -143,7 +143,7 @@ class Ranks:
         return values
 
     def _rows(self, row):
-        """Collect each rank's bytes, [N, n]. MLX may give others where a rank has just ended."""
+        """Collect each rank's bytes, [N, n]. MLX may give wrong ones if a rank has just ended."""
         self._calls += 1
 
         def check(row):

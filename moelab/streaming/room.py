@@ -94,7 +94,7 @@ class Room:
             mx.clear_cache()  # memory that a prompt left free may be enough
             return_free_memory()
             free, _ = memory_now()
-        # Slots that cannot lend their memory must leave a prompt's free for good.
+        # Where slots cannot lend their memory, that of a prompt stays free while it decodes.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, free))
         fitting = self._fitting(taken, free)
         self._use(max(self._least, min(self.slots, slots, fitting)))
@@ -146,7 +146,7 @@ class Room:
         seconds, self._watch_s = now + WATCH_S - self._watch_s, now + WATCH_S
         before, self._swapped = self._swapped, swapped_s()
         both = zip(before, self._swapped) if before and self._swapped else ()
-        # Pages that only come back are those of a program that goes on, as after a pause.
+        # If pages come back and none go out, a program goes on after a pause: nothing is short.
         if min((b - a for a, b in both), default=0) > SWAPPED_SHARE * seconds:
             slots = min(self._most, self.slots)
             most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))

@@ -43,7 +43,7 @@ TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 # often needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # numbers of a draft that would help
-WORTH = 1.2  # smaller speedups by a change are not worth a line
+WORTH_A_LINE = 1.2  # smaller speedups by a change are not worth a line
 COMPARED = "What a replay finds best of the settings that can be chosen by hand,"
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # model whose layers are taken, how many, experts in each
 
@@ -256,12 +256,12 @@ def describe(
     times = {what: token_s / changed_s for what, changed_s in changes(name, found, bits)}
     what = max(times, key=times.get)
     drafted = token_s / sum(found.with_drafts(DRAFTS, ACCEPTED).values())
-    gain = f"at most {drafted:.1f} times as fast" if drafted >= WORTH else "hardly faster"
+    gain = f"at most {drafted:.1f} times as fast" if drafted >= WORTH_A_LINE else "hardly faster"
     of = f"{DISK_SHARE:.0%} of the {ssd:g} GB/s given" if ssd else f"the drive of {_here()}"
     by = f" ({cores} cores{'' if chip else ' and memory that fast'})" if cores else ""
     more = {
         "helps most": f"{what}: {times[what]:.1f} times as fast"
-        if times[what] >= WORTH
+        if times[what] >= WORTH_A_LINE
         else "nothing by much",
         "with drafts": f"{gain}, if a small draft model guesses {DRAFTS} tokens ahead and "
         f"{ACCEPTED:.0%} are right",
