@@ -212,7 +212,7 @@ def mlx_lm_model(
                 built = mlx_lm_model(checkpoint, model_config, "mlx-vlm", **kwargs)
             except CheckpointError as other:
                 raise ValueError(f"{e} mlx-vlm's class: {other}") from e
-            _say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
+            say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
             return built
         finally:
             # The random weights that mlx-lm begins with are never evaluated, and the state of
@@ -221,7 +221,7 @@ def mlx_lm_model(
 
 
 @cache
-def _say(line):
+def say(line):
     """Say a line on stderr, once."""
     print(f"moelab: {line}", file=sys.stderr)
 

@@ -23,6 +23,7 @@ from ..checkpoint import (
     read_header,
     read_json,
     readable,
+    say,
 )
 from ..hooks import with_globals
 from ..prompt import vocabulary
@@ -31,7 +32,7 @@ from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
-QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms are stored less 1
+QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms may be stored less 1
 NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")  # layer L
 # What the families call the parts of a head, and what a head of ours calls them.
 PARTS = {
@@ -42,8 +43,10 @@ PARTS = {
 # A family's configuration of a model of one layer with full attention and experts.
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
-# Norms that mtplx_mtp_quantization's files store less 1; it has added the 1 to the others.
-MTPLX = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+# The least mean of a norm that is stored with its 1. Published heads of Qwen3.5 and 3.6 have 1.7
+# (q, k) and 0.9 (a layer's) with it, at most 0.8 and 0.4 without.
+LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
+MIN_DRAFTS, MIN_SHARE = 64, 0.1  # a smaller share accepted of so many drafts is said
 
 
 class Head:
@@ -94,10 +97,12 @@ class Head:
             else:
                 name = f"{path}.layers.0.{name}"
             if w.ndim == 1 and "norm" in name:  # ``sanitize`` of qwen3_next would add its own 1
-                shift = self.stored.shifts(name)
-                norms[name] = (w.astype(mx.float32) + 1).astype(w.dtype) if shift else w
+                norms[name] = w
             elif name:
                 own[name] = w
+        if self.stored.family in QWEN:
+            less = {k: _less_one(k, norms) for k in norms}
+            norms = {k: (w.astype(mx.float32) + less[k]).astype(w.dtype) for k, w in norms.items()}
         mine = {k: w for k, w in own.items() if not k.startswith(path)}
         return super().sanitize({k: w for k, w in own.items() if k.startswith(path)}) | mine | norms
 
@@ -105,6 +110,17 @@ class Head:
 def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
     """Path and module of the part of an mlx-lm model between its embedding and its head."""
     return next((p, m) for p, m in model.named_modules() if "embed_tokens" in m and "layers" in m)
+
+
+def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
+    """Whether a norm is stored less its 1, by its values: some converters add it to a part."""
+    w = norms[name].astype(mx.float32)
+    mean, least = w.mean().item(), (m for part, m in LEAST_MEAN.items() if part in name)
+    if (w < 0).mean().item() > 0.02:  # with the 1, hardly a value is
+        return True
+    if name.endswith(".norm.weight") and mean > 1:  # published: up to 2.6 without, from 2.2 with
+        return _less_one("norm_embedding.weight", norms)
+    return mean < next(least, 0)
 
 
 def is_head(config: dict) -> bool:
@@ -122,33 +138,26 @@ def _stored(path: Path, config: dict) -> SimpleNamespace:
             f"{path}: a draft head of {family} is not known here: expected one of "
             f"{', '.join((*QWEN, *NEXTN))}. Use another draft, or none."
         )
-    nextn = f"model.layers.{text['num_hidden_layers']}."
+    part = "mtp." * (not is_head(config))
+    part = f"layers.{text['num_hidden_layers']}." if family in NEXTN else part
     names = {f: read_header(f).keys() for f in sorted(path.glob("*.safetensors"))}
-    prefixes = [nextn] if family in NEXTN else ["mtp.", *([""] if is_head(config) else [])]
-    for prefix in prefixes:
-        marks = {f"{prefix}{part}.weight" for part in ("fc", "eh_proj")}
-        if any(marks & found for found in names.values()):
-            break
-    else:
+    marks = tuple(f".{part}{fc}.weight" for fc in ("fc", "eh_proj"))
+    found = [n for some in names.values() for n in some if f".{n}".endswith(marks)]
+    if not found:
         raise CheckpointError(
-            f"{path}: expected tensors {prefixes[0]}* of a draft head in its safetensors files, "
+            f"{path}: expected tensors {part}* of a draft head in its safetensors files, "
             "found none: mlx_lm.convert drops them. Give a folder that has the head alone "
             f"(model_type {SIDECAR}) as the draft, or take the original checkpoint."
         )
+    prefix = max(found).removesuffix("fc.weight").removesuffix("eh_proj.weight")
     mine = {f: {n for n in found if n.startswith(prefix)} for f, found in names.items()}
     layers = {n for found in mine.values() for n in found if re.search(r"\blayers\.1\.", n)}
-    if prefix != nextn and layers:
+    if family in QWEN and layers:
         raise CheckpointError(f"{path}: expected a draft head of one layer, got {min(layers)}.")
-
-    def shifts(name):  # whether a norm of this name is stored less 1
-        every = "mtplx_mtp_quantization" not in config
-        return prefix == "mtp." and (every or any(part in name for part in MTPLX))
-
     return SimpleNamespace(
         files=[f for f, found in mine.items() if found],
         prefix=prefix,
         family=family,
-        shifts=shifts,
         has_embedding=family == "glm4_moe_lite"
         and any(f"{prefix}embed_tokens.weight" in found for found in mine.values()),
     )
@@ -207,7 +216,9 @@ class MTPDraft:
 
     def __init__(self, path_or_hf_repo: str | Path):
         self.model = load_head(path_or_hf_repo)
-        self.cache = []
+        self.cache, self._name = [], path_or_hf_repo
+        # Of all texts. A round's drafts are compared up to the first that is refused.
+        self._drafted = self._compared = self._accepted = 0
 
     def make_cache(self) -> list:
         return [*make_prompt_cache(self.model), ArraysCache(1)]
@@ -243,6 +254,8 @@ class MTPDraft:
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
         if self._guessed > 1:  # the first entry stays: it comes from the target's hidden state
             trim_prompt_cache(self.cache[:-1], self._guessed - 1)
+        if self._guessed:
+            self._count(tokens.size)
         # The first token was read with the guesses, or no hidden state comes before it.
         self._tokens.append(tokens if self._hidden else tokens[1:])
         self._hidden.append(features)
@@ -273,6 +286,19 @@ class MTPDraft:
             if len(guesses) == n:
                 return mx.concatenate(guesses)
             out = self._read(guesses[-1], out)
+
+    def _count(self, kept):
+        """Count a round of which the target kept so many tokens, and say if drafts are no use."""
+        before, self._drafted = self._drafted, self._drafted + self._guessed
+        self._compared += min(kept, self._guessed)
+        self._accepted += kept - 1
+        few = self._accepted < MIN_SHARE * self._compared
+        if few and before < MIN_DRAFTS <= self._drafted:
+            say(
+                f"{self._name}: {self._accepted / self._drafted:.0%} of the draft head's first "
+                f"{self._drafted} drafts were accepted. It may be another model's, or stored in a "
+                "way not known here: decode without it."
+            )
 
     def _read(self, tokens, hidden):
         """Put tokens [T] and the hidden states before them into the cache: the last's [1, D]."""

@@ -1,6 +1,7 @@
 """A model's own draft head: its equations against others' code, its cache, and whole texts."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -18,7 +19,7 @@ from recurrent import seen as seen_in
 
 from moelab import speculation
 from moelab.checkpoint import CheckpointError, model_classes
-from moelab.speculation.mtp import NEXTN, MTPDraft, load_head
+from moelab.speculation.mtp import NEXTN, MTPDraft, _less_one, load_head
 from moelab.speculation.target import Capture
 
 TINY_MOE, HEAD = MODELS / "tiny-moe", MODELS / "tiny-mtp"
@@ -26,10 +27,14 @@ T = 9
 
 
 def random_weights(module, seed=1):
-    """Random weights for the parameters of a module, by name; norms are near 1."""
+    """Random weights for the parameters of a module, by name; norms as trained ones have them."""
     mx.random.seed(seed)
     shapes = {k: p.shape for k, p in tree_flatten(module.parameters())}
-    return {k: 0.1 * mx.random.normal(s) + ("norm" in k and len(s) == 1) for k, s in shapes.items()}
+    near = {
+        k: ("norm" in k and len(s) == 1) * (1.75 if "k_norm" in k or "q_norm" in k else 1)
+        for k, s in shapes.items()
+    }
+    return {k: 0.1 * mx.random.normal(s) + near[k] for k, s in shapes.items()}
 
 
 def write(folder, weights, config, file="model.safetensors"):
@@ -149,7 +154,76 @@ def test_a_family_without_a_head_and_damaged_ones_are_refused(tmp_path):
             MTPDraft(tmp_path)
 
 
+PUBLISHED = {  # means of norms less 1 in heads of Qwen3.5 and 3.6: the least and the most
+    "t.self_attn.q_norm": (0.73, 0.79), "t.self_attn.k_norm": (0.73, 0.78),
+    "t.input_layernorm": (0.03, 0.39), "t.post_attention_layernorm": (0.21, 0.39),
+    "t.norm": (1.25, 2.58), "norm_hidden": (-0.51, -0.16), "norm_embedding": (-0.73, -0.46),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("in_a_layer", [0, 1])
+@pytest.mark.parametrize("others", [0, 1])
+def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
+    """Converters add it to all, to none, to those of the layer or to the others."""
+    added = {
+        f"{k}.weight": in_a_layer if "_attn" in k or "_lay" in k else others for k in PUBLISHED
+    }
+    for means in zip(*PUBLISHED.values()):
+        norms = {k: mx.full(8, mean + a) for mean, (k, a) in zip(means, added.items())}
+        assert {k: _less_one(k, norms) for k in norms} == {k: not a for k, a in added.items()}
+
+
 # The trained head
+
+
+WITH, LESS_1 = "nothing", "norm"  # names of the norms that are stored less 1
+STORED = {  # as strangers store it: model_type, prefix, LESS_1, and what of it is accepted
+    "as it is": ("qwen3_5_mtp", "", WITH),
+    "alone, raw": ("qwen3_5_mtp", "", LESS_1),
+    "raw": ("qwen3_5_moe", "mtp.", LESS_1),
+    "with its 1": ("qwen3_5_moe", "mtp.", WITH),
+    "in a language model": ("qwen3_5_moe", "language_model.mtp.", WITH),
+    "in a model's language model": ("qwen3_5_moe", "model.language_model.mtp.", LESS_1),
+    "in a model": ("qwen3_5_moe", "model.mtp.", WITH),
+    "a layer's norms raw": ("qwen3_5_moe", "mtp.", r"layers.*norm"),
+    "the others raw": ("qwen3_5_moe", "model.mtp.", r"^(pre_fc_)?norm"),
+    "one raw": ("qwen3_5_moe", "mtp.", r"norm_hidden|k_norm"),
+    "not quantized": ("qwen3_5_moe", "language_model.mtp.", LESS_1),
+    "another model's": ("qwen3_5_mtp", "", WITH),
+}
+
+
+def dequantized(weights):
+    """Weights by name, none of them quantized."""
+    plain = {k: w for k, w in weights.items() if not k.endswith((".scales", ".biases"))}
+    for k in plain:
+        if (scales := weights.get(k.replace(".weight", ".scales"))) is not None:
+            bits = plain[k].shape[-1] * 32 // (scales.shape[-1] * 64)
+            biases = weights[k.replace(".weight", ".biases")]
+            plain[k] = mx.dequantize(plain[k], scales, biases, 64, bits)
+    return plain
+
+
+@pytest.mark.parametrize("form", STORED)
+def test_a_strangers_head_is_found_and_its_drafts_accepted(form, tmp_path, capsys):
+    (model_type, prefix, less), weights = STORED[form], mx.load(str(HEAD / "model.safetensors"))
+    weights = {k: w - 1 if "norm" in k and re.search(less, k) else w for k, w in weights.items()}
+    if form == "not quantized":
+        weights = dequantized(weights)
+    elif form == "another model's":
+        weights["fc.scales"], weights["fc.biases"] = -weights["fc.scales"], -weights["fc.biases"]
+    config = json.loads((HEAD / "config.json").read_text()) | {"model_type": model_type}
+    write(tmp_path, {prefix + k: w for k, w in weights.items()}, config)
+    made = steps(trained(), texts(2)[0], MTPDraft(tmp_path), 3, 26)
+    rounds = {round.number: round for *_, round in made}.values()
+    drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
+    said = capsys.readouterr().err
+    if form == "another model's":
+        assert re.fullmatch(
+            f"moelab: {tmp_path}: 0% of the draft head's first 6. drafts .*\\n", said
+        )
+    else:
+        assert accepted / drafted > 0.5 and not said
 
 
 STREAMED = {"mode": "fused", "kernels": "auto"}
