@@ -156,14 +156,31 @@ def set_config(path, **changes):
     (path / "config.json").write_text(json.dumps(config))
 
 
+def of_another_library(said, path):
+    config = json.loads((path / "config.json").read_text()) | {"quantization_config": said}
+    del config["quantization"]
+    (path / "config.json").write_text(json.dumps(config))
+
+
+FORMATS = ("fp8", "awq", "gptq", "modelopt", "compressed-tensors float-quantized")
 FIFOS = ("config.json", "vocab.txt", "model-00002-of-00003.safetensors")
 BAD_FOLDERS = {  # what becomes of a valid folder, and what must be said
     "no weights": (no_weights, r"expected model\*.safetensors, found none. Give"),
     "a tensor twice": (twice, "each tensor once.*Remove"),
     "no family": (partial(set_config, model_type="no_such_model"), "no_such_model"),
     "no dimension of MLX's": (lambda path: edit_header(shard(path), wide), "tensor empty has the"),
-    "no type of MLX's": (lambda path: edit_header(shard(path), strange), "F8_E5M2, which MLX"),
+    "no type of MLX's": (
+        lambda path: edit_header(shard(path), strange),
+        "F8_E5M2, which MLX.*made for",
+    ),
     "no JSON of hf": (lambda path: (path / "hf_quant_config.json").write_text("{"), "not JSON"),
+    **{
+        name: (
+            partial(of_another_library, dict(zip(("quant_method", "format"), name.split()))),
+            f"quantized as {name}, which.*Take a version made for MLX.*convert.$",
+        )
+        for name in FORMATS
+    },
     **{f"a FIFO: {n}": (partial(fifo, n), f"{n}: expected a file, got p") for n in FIFOS},
 }
 

@@ -14,6 +14,7 @@ from .checkpoint import (
     checked,
     mlx_lm_model,
     model_classes,
+    remedy,
     say,
     try_out,
 )

@@ -15,11 +15,14 @@ from mlx_lm import utils as mlx_lm_utils
 from ..hooks import with_globals
 from ..open_files import allow_open
 from . import vlm
-from .files import CheckpointError, read_json, readable, regular_file, shorten
+from .files import FOR_MLX, CheckpointError, read_json, readable, regular_file, shorten
 from .headers import merge_headers, read_header, read_packed
 
 # Families' names for the number of layers. mlx-lm builds as many as config.json says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+# Quantizations of other libraries that mlx-lm reads in every form and family.
+READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8")
 
 FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
@@ -178,6 +181,23 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
     return subclass, args
 
 
+def remedy(path: Path, config: dict) -> str:
+    """What to do with a folder that mlx-lm cannot load; names a format of another library."""
+    held = [
+        h.get("quantization_config") for h in (config.get("text_config"), config) if type(h) is dict
+    ]
+    said = held[-1] or held[0] or {}
+    if not said and (path / "hf_quant_config.json").exists():
+        said = {"quant_method": "modelopt"}
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    if "quantization" in config or method in (None, *READ_BY_MLX_LM):
+        return "Download it again."
+    name = shorten(f"{method} {said.get('format') or ''}".strip(), 60)
+    return (
+        f"Its weights are quantized as {name}, which mlx-lm does not load in this form. {FOR_MLX}"
+    )
+
+
 def mlx_lm_model(
     checkpoint: Checkpoint, model_config: dict | None = None, library: str = "auto", **kwargs
 ) -> tuple[nn.Module, dict]:
@@ -199,7 +219,9 @@ def mlx_lm_model(
 
     given = {"lazy": True, "model_config": model_config, "get_model_classes": classes}
     cannot = f"{checkpoint.path}: cannot build a model from its config.json and tensors:"
-    with readable(cannot):  # a family's code may raise anything
+    with readable(
+        cannot, remedy(checkpoint.path, checkpoint.config)
+    ):  # a family may raise anything
         try:
             return load_model(checkpoint.path, **given, **kwargs)
         except CheckpointError as e:
@@ -211,7 +233,7 @@ def mlx_lm_model(
             try:
                 built = mlx_lm_model(checkpoint, model_config, "mlx-vlm", **kwargs)
             except CheckpointError as other:
-                raise ValueError(f"{e} mlx-vlm's class: {other}") from e
+                raise ValueError(f"{e} mlx-vlm's class: {other.__cause__}") from e
             say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
             return built
         finally:

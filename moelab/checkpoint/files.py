@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..interrupts import undone
 
+FOR_MLX = "Take a version made for MLX, or convert the original one with mlx_lm.convert."
 SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
 

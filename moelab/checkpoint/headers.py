@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from .files import CheckpointError, readable, regular_file, shorten
+from .files import FOR_MLX, CheckpointError, readable, regular_file, shorten
 
 # The safetensors format's names of dtypes, as mx.load maps them.
 DTYPES = {
@@ -71,7 +71,8 @@ def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tens
     for name, entry in header.items():
         shape, (first, last) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
-            raise wrong(f"tensor {shorten(name)} has the dtype {entry['dtype']}, which MLX has not")
+            has = f"tensor {shorten(name)} has the dtype {entry['dtype']}, which MLX has not"
+            raise CheckpointError(f"{file}: {has}. {FOR_MLX} If it is one, download it again.")
         if any(n >= MAX_DIMENSION for n in shape):
             raise wrong(f"tensor {shorten(name)} has the shape {shorten(shape, 60)}")
         dtype = DTYPES[entry["dtype"]]

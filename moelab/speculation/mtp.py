@@ -23,6 +23,7 @@ from ..checkpoint import (
     read_header,
     read_json,
     readable,
+    remedy,
     say,
 )
 from ..hooks import with_globals
@@ -173,6 +174,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
     with readable(what):  # a damaged configuration raises many types of errors
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
         config = read_json(path / "config.json")
+    with readable(what, remedy(path, config)):
         stored = _stored(path, config)
         changes = dict(ONE_LAYER)
         if "text_config" in config:
