@@ -33,6 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
 # Families that can be written with fewer layers. Configurations of others list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))

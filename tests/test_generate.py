@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import json
 import re
 import shutil
 import sys
@@ -20,6 +21,7 @@ from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.commands import generate
 from moelab.repack import Gain
+from moelab.streaming.model import tokenizer_of
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
@@ -184,6 +186,31 @@ def test_the_chat_template(options, chatty, command, capsys, monkeypatch):
     got = text_of(command("generate", chatty, *SLOTS, *more))
     plain = "--ignore-chat-template" in options
     assert got == ("Sort a list." if plain else "") + wanted
+
+
+@pytest.mark.parametrize(
+    "files, wanted",
+    [
+        ({"chat_template.json": {"chat_template": TEMPLATE}}, TEMPLATE),
+        ({"chat_template.json": {"chat_template": "a"}, "chat_template.jinja": "b"}, "b"),
+        ({"chat_template.json": {"chat_template": "a"}, "tokenizer_config.json": "c"}, "c"),
+        ({"chat_template.json": {"chat_template": 3}}, None),
+    ],
+)
+def test_where_a_template_stands(files, wanted, tmp_path):
+    """An older file counts where no newer one has a template, and never an option's."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, tmp_path)
+    for name, said in files.items():
+        if name == "tokenizer_config.json":
+            said = json.loads((MODEL / name).read_text()) | {"chat_template": said}
+        (tmp_path / name).write_text(said if isinstance(said, str) else json.dumps(said))
+    if wanted is None:
+        with pytest.raises(moelab.CheckpointError, match="chat_template: expected str, got 3"):
+            tokenizer_of(tmp_path)
+        return
+    assert tokenizer_of(tmp_path).chat_template == wanted
+    assert tokenizer_of(tmp_path, {"chat_template": "d"}).chat_template == "d"
 
 
 def test_a_template_that_fails(chatty, command, tmp_path):

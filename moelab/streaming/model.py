@@ -257,9 +257,13 @@ def tokenizer_of(
     path: Path, tokenizer_config: dict | None = None, eos_token_ids: int | list[int] | None = None
 ) -> TokenizerWrapper:
     """Load the tokenizer of a model folder, and check that it makes tokens of a text."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (path / name).exists():
-            read_json(path / name)
+    names = ("tokenizer.json", "tokenizer_config.json")
+    files = {name: read_json(path / name) for name in names if (path / name).exists()}
+    newer = (path / "chat_template.jinja").exists() or files.get(names[1], {}).get("chat_template")
+    older = path / "chat_template.json"  # transformers reads it for a processor of images only
+    if older.exists() and not newer:
+        template = {"chat_template": read_json(older, {"chat_template": str})["chat_template"]}
+        tokenizer_config = template | (tokenizer_config or {})
     try:
         # mlx-lm's loader, with one detokenizer in place of those that it chooses from.
         read = with_globals(tokenizer_utils.load, {"TokenizerWrapper": _wrapped})
