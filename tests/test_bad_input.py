@@ -177,7 +177,7 @@ BAD_FOLDERS = {  # what becomes of a valid folder, and what must be said
     **{
         name: (
             partial(of_another_library, dict(zip(("quant_method", "format"), name.split()))),
-            f"quantized as {name}, which.*Take a version made for MLX.*convert.$",
+            f"weights are in {name}, of which.*Take a version made for MLX.*convert.$",
         )
         for name in FORMATS
     },

@@ -188,29 +188,20 @@ def test_the_chat_template(options, chatty, command, capsys, monkeypatch):
     assert got == ("Sort a list." if plain else "") + wanted
 
 
-@pytest.mark.parametrize(
-    "files, wanted",
-    [
-        ({"chat_template.json": {"chat_template": TEMPLATE}}, TEMPLATE),
-        ({"chat_template.json": {"chat_template": "a"}, "chat_template.jinja": "b"}, "b"),
-        ({"chat_template.json": {"chat_template": "a"}, "tokenizer_config.json": "c"}, "c"),
-        ({"chat_template.json": {"chat_template": 3}}, None),
-    ],
-)
-def test_where_a_template_stands(files, wanted, tmp_path):
-    """An older file counts where no newer one has a template, and never an option's."""
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, tmp_path)
-    for name, said in files.items():
-        if name == "tokenizer_config.json":
-            said = json.loads((MODEL / name).read_text()) | {"chat_template": said}
-        (tmp_path / name).write_text(said if isinstance(said, str) else json.dumps(said))
-    if wanted is None:
-        with pytest.raises(moelab.CheckpointError, match="chat_template: expected str, got 3"):
-            tokenizer_of(tmp_path)
-        return
-    assert tokenizer_of(tmp_path).chat_template == wanted
-    assert tokenizer_of(tmp_path, {"chat_template": "d"}).chat_template == "d"
+@pytest.mark.parametrize("newer", [None, "chat_template.jinja", "tokenizer_config.json"])
+def test_an_older_template(newer, tmp_path):
+    """chat_template.json counts where no newer file has a template and no option gives one."""
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    config, name = json.loads((MODEL / "tokenizer_config.json").read_text()), "chat_template"
+    files = {"chat_template.json": json.dumps({name: "old"}), "chat_template.jinja": "new"}
+    files["tokenizer_config.json"] = json.dumps(config)
+    if newer != "chat_template.jinja":
+        del files["chat_template.jinja"]
+        files["tokenizer_config.json"] = json.dumps(config | {name: newer and "new"})
+    for file, text in files.items():
+        (tmp_path / file).write_text(text)
+    assert tokenizer_of(tmp_path).chat_template == ("new" if newer else "old")
+    assert tokenizer_of(tmp_path, {name: "given"}).chat_template == "given"
 
 
 def test_a_template_that_fails(chatty, command, tmp_path):

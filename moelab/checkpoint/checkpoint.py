@@ -21,9 +21,6 @@ from .headers import merge_headers, read_header, read_packed
 # Families' names for the number of layers. mlx-lm builds as many as config.json says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
-# Quantizations of other libraries that mlx-lm reads in every form and family.
-READ_BY_MLX_LM = ("bitnet", "mxfp4", "mxfp8")
-
 FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."
@@ -183,19 +180,16 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
 
 def remedy(path: Path, config: dict) -> str:
     """What to do with a folder that mlx-lm cannot load; names a format of another library."""
-    held = [
-        h.get("quantization_config") for h in (config.get("text_config"), config) if type(h) is dict
-    ]
-    said = held[-1] or held[0] or {}
+    text, key = config.get("text_config"), "quantization_config"
+    said = config.get(key) or (text.get(key) if isinstance(text, dict) else None)
     if not said and (path / "hf_quant_config.json").exists():
         said = {"quant_method": "modelopt"}
     method = said.get("quant_method") if isinstance(said, dict) else None
-    if "quantization" in config or method in (None, *READ_BY_MLX_LM):
+    # Of these, mlx-lm reads every form: such a folder is damaged.
+    if "quantization" in config or method in (None, "bitnet", "mxfp4", "mxfp8"):
         return "Download it again."
     name = shorten(f"{method} {said.get('format') or ''}".strip(), 60)
-    return (
-        f"Its weights are quantized as {name}, which mlx-lm does not load in this form. {FOR_MLX}"
-    )
+    return f"Its weights are in {name}, of which mlx-lm does not read this form. {FOR_MLX}"
 
 
 def mlx_lm_model(
@@ -219,9 +213,8 @@ def mlx_lm_model(
 
     given = {"lazy": True, "model_config": model_config, "get_model_classes": classes}
     cannot = f"{checkpoint.path}: cannot build a model from its config.json and tensors:"
-    with readable(
-        cannot, remedy(checkpoint.path, checkpoint.config)
-    ):  # a family may raise anything
+    then = remedy(checkpoint.path, checkpoint.config)
+    with readable(cannot, then):  # a family's code may raise anything
         try:
             return load_model(checkpoint.path, **given, **kwargs)
         except CheckpointError as e:
@@ -232,8 +225,8 @@ def mlx_lm_model(
                 raise
             try:
                 built = mlx_lm_model(checkpoint, model_config, "mlx-vlm", **kwargs)
-            except CheckpointError as other:
-                raise ValueError(f"{e} mlx-vlm's class: {other.__cause__}") from e
+            except CheckpointError as theirs:
+                raise ValueError(f"{e} mlx-vlm's class: {theirs.__cause__}") from e
             say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
             return built
         finally:

@@ -47,7 +47,6 @@ ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 # The least mean of a norm that is stored with its 1. Published heads of Qwen3.5 and 3.6 have 1.7
 # (q, k) and 0.9 (a layer's) with it, at most 0.8 and 0.4 without.
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
-MIN_DRAFTS, MIN_SHARE = 64, 0.1  # a smaller share accepted of so many drafts is said
 
 
 class Head:
@@ -139,18 +138,18 @@ def _stored(path: Path, config: dict) -> SimpleNamespace:
             f"{path}: a draft head of {family} is not known here: expected one of "
             f"{', '.join((*QWEN, *NEXTN))}. Use another draft, or none."
         )
-    part = "mtp." * (not is_head(config))
-    part = f"layers.{text['num_hidden_layers']}." if family in NEXTN else part
+    fc = "fc.weight" if is_head(config) else "mtp.fc.weight"
+    if family in NEXTN:
+        fc = f"layers.{text['num_hidden_layers']}.eh_proj.weight"
     names = {f: read_header(f).keys() for f in sorted(path.glob("*.safetensors"))}
-    marks = tuple(f".{part}{fc}.weight" for fc in ("fc", "eh_proj"))
-    found = [n for some in names.values() for n in some if f".{n}".endswith(marks)]
+    found = [n for some in names.values() for n in some if f".{n}".endswith(f".{fc}")]
     if not found:
         raise CheckpointError(
-            f"{path}: expected tensors {part}* of a draft head in its safetensors files, "
-            "found none: mlx_lm.convert drops them. Give a folder that has the head alone "
+            f"{path}: expected a tensor {fc} of a draft head, under any prefix, in its safetensors "
+            "files, found none: mlx_lm.convert drops them. Give a folder that has the head alone "
             f"(model_type {SIDECAR}) as the draft, or take the original checkpoint."
         )
-    prefix = max(found).removesuffix("fc.weight").removesuffix("eh_proj.weight")
+    prefix = re.sub(r"\w+\.weight$", "", max(found))
     mine = {f: {n for n in found if n.startswith(prefix)} for f, found in names.items()}
     layers = {n for found in mine.values() for n in found if re.search(r"\blayers\.1\.", n)}
     if family in QWEN and layers:
@@ -290,12 +289,11 @@ class MTPDraft:
             out = self._read(guesses[-1], out)
 
     def _count(self, kept):
-        """Count a round of which the target kept so many tokens, and say if drafts are no use."""
+        """Count a round's tokens that the target kept, and say once if drafts are no use."""
         before, self._drafted = self._drafted, self._drafted + self._guessed
         self._compared += min(kept, self._guessed)
         self._accepted += kept - 1
-        few = self._accepted < MIN_SHARE * self._compared
-        if few and before < MIN_DRAFTS <= self._drafted:
+        if before < 64 <= self._drafted and self._accepted < 0.1 * self._compared:
             say(
                 f"{self._name}: {self._accepted / self._drafted:.0%} of the draft head's first "
                 f"{self._drafted} drafts were accepted. It may be another model's, or stored in a "
