@@ -236,7 +236,7 @@ def mlx_lm_model(
 
 
 @cache
-def say(line):
+def say(line: str) -> None:
     """Say a line on stderr, once."""
     print(f"moelab: {line}", file=sys.stderr)
 
