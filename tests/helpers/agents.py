@@ -5,7 +5,12 @@ SAME = {"model": "default_model", "temperature": 0.5, "top_p": 0.9, "stream": Tr
 
 
 FUNCTION = {"name": "f", "arguments": {"a": 1}}
-CALLS = [{"id": i, "type": "function", "function": FUNCTION} for i in ("c1", "c2")]
+NAMES = {"c1": "f", "c2": "m__f", "c3": "patch"}
+CALLS = [
+    {"id": i, "type": "function", "function": FUNCTION | {"name": name}}
+    for i, name in NAMES.items()
+]
+CALLS[2]["function"]["arguments"] = {"input": "x"}
 CHAT = SAME | {
     "messages": [
         {"role": "system", "content": "A\n\nB"},
@@ -15,7 +20,10 @@ CHAT = SAME | {
         {"role": "tool", "tool_call_id": "c2", "content": "Hi"},
         {"role": "user", "content": "Hi\n\nC"},
     ],
-    "tools": [{"type": "function", "function": TOOL | {"parameters": {"type": "object"}}}],
+    "tools": [
+        {"type": "function", "function": TOOL | {"name": name, "parameters": {"type": "object"}}}
+        for name in ("f", "m__f")
+    ],
     "max_tokens": 5,
     "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": True},
 }
@@ -34,7 +42,9 @@ CODEX = SAME | {
         {"role": "assistant", "content": [{"type": "output_text", "text": "Ok"}]},
         CALL,
         THOUGHT | {"content": None},
-        CALL | {"call_id": "c2", "status": "completed"},
+        CALL | {"call_id": "c2", "status": "completed", "namespace": "m"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
+        {"type": "custom_tool_call", "id": "x", "call_id": "c3", "name": "patch", "input": "x"},
         OUTPUT,
         OUTPUT | {"call_id": "c2", "output": SAID["content"]},
         SAID,
@@ -42,7 +52,14 @@ CODEX = SAME | {
     ],
     "max_output_tokens": 5,
     "tool_choice": "auto",
-    "tools": [TOOL | {"type": "function", "parameters": {"type": "object"}, "strict": False}],
+    "tools": [
+        *(GIVEN := [TOOL | {"type": "function", "parameters": {"type": "object"}}]),
+        {"type": "namespace", "name": "m", "description": "Do", "tools": GIVEN},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        {"type": "local_shell"},
+        {"type": "tool_search", "execution": "client", "parameters": {}},
+    ],
     "parallel_tool_calls": False,
     "reasoning": {"effort": "high", "summary": "auto"},
     "include": ["reasoning.encrypted_content"],
@@ -71,7 +88,8 @@ CLAUDE_CODE = SAME | {
                 {"type": "redacted_thinking", "data": "abc"},
                 {"type": "text", "text": "Ok"},
                 USE,
-                USE | {"id": "c2"},
+                USE | {"id": "c2", "name": "m__f"},
+                USE | {"id": "c3", "name": "patch", "input": {"input": "x"}},
             ],
         },
         {
@@ -83,7 +101,12 @@ CLAUDE_CODE = SAME | {
     "max_tokens": 5,
     "stop_sequences": ["z"],
     "tool_choice": {"type": "auto"},
-    "tools": [OWN],
+    "tools": [
+        OWN,
+        OWN | {"name": "m__f"},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
+        {"type": "bash_20250124", "name": "bash"},
+    ],
     "thinking": {"type": "adaptive"},
     "output_config": {"effort": "high"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},

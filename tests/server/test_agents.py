@@ -14,6 +14,7 @@ from in_process import SLOTS, serving, user
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from moelab.commands.server import requests
 from moelab.commands.server.ask import Refused
 from moelab.commands.server.completions import Chat
 from moelab.commands.server.messages import Messages
@@ -126,6 +127,29 @@ def test_a_conversation(dialect):
     assert asked.request.messages == chat.request.messages and asked.asks == chat.asks
 
 
+def test_what_the_model_cannot_use(caplog):
+    """The log names each kind of tool and item once."""
+    requests.leave_out.cache_clear()
+    for _ in range(2):
+        OpenAI.kind(agents.CODEX, speaker.caller())
+    kinds = ("web_search", "custom", "local_shell", "tool_search")
+    said = ["web_search_call", *(f"tools: {kind}" for kind in kinds)]
+    assert [record.args[0] for record in caplog.records] == said
+
+
+def test_a_call_in_a_namespace():
+    """Its item says so, also in a stream; a later request may name items by their id."""
+    with speaker.speaking(speaker.CALL.replace('"f"', '"m__f"')) as url:
+        client, usual = OpenAI(url), {"tools": agents.CODEX["tools"]}
+        for answer in (client.summed(**usual), client.asks.create(**client.usual | usual)):
+            (call,) = answer.output
+            assert (call.name, call.to_dict()["namespace"]) == ("f", "m")
+        given = [user("x"), {"type": "item_reference", "id": call.id}]
+        client.asks.create(**client.usual | {"input": given})
+        chat = Responses(client.usual | {"input": given}, speaker.caller()).request.messages
+    assert chat[-1]["tool_calls"][0]["function"] == {"name": "m__f", "arguments": {"a": [1, "é"]}}
+
+
 def test_thinking_can_be_off():
     off = {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}
     for fields, given in ((off, False), ({"thinking": {"type": "enabled"}}, None)):
@@ -151,8 +175,9 @@ REFUSED = [  # a field, and a value that would change the answer or that is none
     (OpenAI, "include", ["message.output_text.logprobs"]),
     (OpenAI, "text", {"format": {"type": "json_schema", "name": "x", "schema": {}}}),
     (OpenAI, "tool_choice", "required"),
-    (OpenAI, "tools", [{"type": "web_search"}]),
-    (OpenAI, "tools", [{"type": "custom", "name": "f"}]),
+    (OpenAI, "tool_choice", {"type": "web_search"}),
+    (OpenAI, "tools", [{"type": "function"}]),
+    (OpenAI, "tools", [{"type": "namespace", "name": "m", "tools": [{}]}]),
     (OpenAI, "input", []),
     (OpenAI, "input", [5]),
     (OpenAI, "input", [{"role": "user"}]),
@@ -167,7 +192,8 @@ REFUSED = [  # a field, and a value that would change the answer or that is none
     (Anthropic, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
     (Anthropic, "tool_choice", {"type": "any"}),
     (Anthropic, "tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
-    (Anthropic, "tools", [{"type": "web_search_20250305", "name": "web_search"}]),
+    (Anthropic, "tool_choice", {"type": "tool", "name": "web_search"}),
+    (Anthropic, "tools", [{"name": "f"}]),
     (Anthropic, "messages", []),
     (Anthropic, "messages", [user("x"), {"role": "assistant", "content": "{"}]),
     (Anthropic, "messages", [user([PICTURE])]),

@@ -103,7 +103,7 @@ BAD = {  # values that are refused
     "stream_options": [5, {"x": True}, {"include_usage": 1}],
     "top_logprobs": [-1, 21],
     "chat_template_kwargs": [5, {"tokenize": False}, {"chat_template": "x"}, {"tools": []}],
-    "tools": [5, {}, [5], [{}], [{"type": "custom", "custom": {"name": "f"}}]],
+    "tools": [5, {}, [5], [{}], [{"type": "function", "function": {}}]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
     "response_format": ["text", {"type": "json_object"}],
     "x" * 100_000: [1],

@@ -1,10 +1,21 @@
 """Requests in OpenAI's form are checked and become one ``Ask`` for each text to write."""
 
+import logging
+from functools import lru_cache
 from inspect import signature
+from itertools import chain
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, with_config
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    ValidationError,
+    with_config,
+)
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ...checkpoint import shorten
@@ -34,11 +45,37 @@ def _expect(is_so, name, expected, got):
         raise Refused(f"{name}: expected {expected}, got {shorten(got, 100)!r}", name)
 
 
+@lru_cache
+def leave_out(what: str) -> None:
+    """Say once in the log what the model never sees."""
+    logging.warning("%s: left out of the prompt, since the model cannot use it", what)
+
+
+def functions(tool: Any, prefix: str = "") -> list[dict[str, Any]]:
+    """Make a chat's functions of a tool in OpenAI's or Anthropic's form, which may be a namespace.
+
+    A tool that the client or the service runs in a way of its own makes none.
+    """
+    match tool:
+        case {"type": "function", "function": {"name": str()}}:
+            return [tool]
+        case {"type": "namespace", "name": str(name), "tools": list(inner)}:
+            return [*chain(*(functions(t, name + "__") for t in inner))]
+        case {"type": "function", "name": str(name)} | {"name": str(name), "input_schema": dict()}:
+            schema = tool.get("parameters") or tool.get("input_schema") or {"type": "object"}
+            about = {"name": prefix + name, "description": tool.get("description") or ""}
+            return [{"type": "function", "function": about | {"parameters": schema}}]
+        case {"type": str(kind)} if kind not in ("function", "namespace"):
+            leave_out(f"tools: {shorten(kind, 50)}")
+            return []
+    raise ValueError("expected a function with a name")
+
+
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
-Tool = _object(type=Literal["function"], function=_object(name=str))
+Functions = Annotated[list[dict], BeforeValidator(functions)]  # of one tool
 Content = str | list[_object(type=Literal["text"], text=NotRequired[str | None])] | None
 Arguments = Json[dict] | dict | Literal[""] | None
 Calls = list[_object(function=_object(arguments=NotRequired[Arguments]))] | None
@@ -112,7 +149,7 @@ class ChatRequest(Request):
     """A request of ``/v1/chat/completions``; other dialects translate theirs into one."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    tools: list[Tool] = Field([], fail_fast=True)
+    tools: list[Functions] = Field([], fail_fast=True)
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
@@ -121,7 +158,8 @@ class ChatRequest(Request):
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
-        tokenizer, tools = served.tokenizer, (self.tool_choice == "auto" and self.tools) or None
+        tokenizer, tools = served.tokenizer, [*chain(*self.tools)]
+        tools = tools if self.tool_choice == "auto" and tools else None
         given = served.args.chat_template_args | self.chat_template_kwargs
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None

@@ -9,11 +9,15 @@ from pydantic import BeforeValidator, Field
 from ...checkpoint import shorten
 from .ask import Ask, Part, joined
 from .completions import Chat
-from .requests import ChatRequest, Message
+from .requests import ChatRequest, Message, leave_out
 from .text import Splitter
 
 HEADS = {"content": {"type": "message", "role": "assistant"}}
 HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "function_call"}}
+SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
+SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}  # not here
+MOST_ITEMS = 256  # of the latest answers, which clients may name by their id alone
+_latest = {}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 
@@ -26,11 +30,16 @@ def pieces(value: Any, role: str = "user") -> Iterator[dict[str, Any]]:
             yield {"role": "assistant", "reasoning": text}
         case {"type": "reasoning" | "redacted_thinking"}:  # thoughts that may be unreadable
             yield from pieces(value.get("content") or [])
+        case {"type": "custom_tool_call", "call_id": str(), "name": str(), "input": str(given)}:
+            yield from pieces(value | {"type": "function_call", "arguments": {"input": given}})
+        case {"type": "local_shell_call", "call_id": str(), "action": dict(given)}:
+            yield from pieces({**value, "type": "", "name": "local_shell", "arguments": given})
         case {"call_id": str(number), "name": str(name), "arguments": given} | {
             "id": str(number),
             "name": str(name),
             "input": given,
         }:
+            name = f"{value['namespace']}__{name}" if value.get("namespace") else name
             call = {"type": "function", "function": {"name": name, "arguments": given}}
             yield {"role": "assistant", "tool_calls": [{"id": number} | call]}
         case {"call_id": str(number), "output": _} | {"tool_use_id": str(number)}:
@@ -42,23 +51,18 @@ def pieces(value: Any, role: str = "user") -> Iterator[dict[str, Any]]:
         case list():
             for part in value:
                 yield from pieces(part, role)
+        case {"type": "item_reference", "id": str(number)} if number in _latest:
+            yield from pieces(_latest[number])
+        case {"type": "item_reference"}:
+            raise ValueError("expected an item of a late answer, or the item itself (store: false)")
+        case {"type": str(kind)} if kind in SERVICES:
+            leave_out(kind)
         case _:
             raise ValueError(f"expected texts, thoughts, calls, results, not {shorten(value, 50)}")
 
 
-def function(tool: Any) -> dict[str, Any]:
-    """Make a chat's tool of one in OpenAI's or Anthropic's form."""
-    match tool:
-        case {"type": "function", "name": str(name)} | {"name": str(name), "input_schema": dict()}:
-            schema = tool.get("parameters") or tool.get("input_schema") or {"type": "object"}
-            about = {"name": name, "description": tool.get("description") or ""}
-            return {"type": "function", "function": about | {"parameters": schema}}
-    raise ValueError("expected a function of the client's own")
-
-
 Pieces = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value)])]
 System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, "system")])]
-Function = Annotated[dict, BeforeValidator(function)]
 
 
 class Translated(ChatRequest):
@@ -69,7 +73,6 @@ class Translated(ChatRequest):
     top_logprobs: Literal[0] = 0
     messages: Pieces = Field(min_length=1)
     system: System = Field([])
-    tools: list[Function] = Field([])
     reasoning: dict[str, str | None] = Field({})
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
@@ -111,6 +114,8 @@ class Responses(Chat):
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
         self._runs, self._numbers = [], count(1)  # what a stream has said, and its events
+        tools = body.get("tools") or ()
+        self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
         self.answer = self.head | {"created_at": self.head["created"], "status": "in_progress"}
         self.answer |= {"output": [], "tools": [], "tool_choice": "auto"}
         self.answer |= {"parallel_tool_calls": self.request.parallel_tool_calls}
@@ -121,6 +126,9 @@ class Responses(Chat):
             status, reason = "incomplete", {"reason": "max_output_tokens"}
         states = ["completed"] * (len(runs) - 1) + [status]
         ended = {"output": [*map(self._item, count(), runs, states)], "status": status}
+        _latest.update({item["id"]: item for item in ended["output"]})
+        for number in [*_latest][:-MOST_ITEMS]:
+            del _latest[number]
         read, cached, written = parts[0].usage
         usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
         usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
@@ -158,6 +166,9 @@ class Responses(Chat):
     def _item(self, number, run, status="in_progress"):
         item = {"id": f"{self.head['id']}_{number}", "status": status} | HEADS[run.kind]
         if run.kind == "call":
+            for space in self._spaces:
+                if run.name.startswith(space + "__"):
+                    item["namespace"], run = space, run._replace(name=run.name[len(space) + 2 :])
             return item | {"call_id": run.id, "name": run.name, "arguments": run.text}
         return item | {"content": [{"type": TEXTS[run.kind], "text": run.text, "annotations": []}]}
 
@@ -169,11 +180,11 @@ class Responses(Chat):
         return self._event(f"{TEXTS[run.kind]}.delta", number, delta=run.text)
 
     def _closed(self, number, run, status):
-        said = (
-            {"name": run.name, "arguments": run.text} if run.kind == "call" else {"text": run.text}
-        )
+        item, said = self._item(number, run, status), {"text": run.text}
+        if run.kind == "call":
+            said = {name: item[name] for name in ("name", "arguments")}
         yield self._event(f"{TEXTS[run.kind]}.done", number, **said)
-        yield self._event("output_item.done", number, item=self._item(number, run, status))
+        yield self._event("output_item.done", number, item=item)
 
     def _event(self, kind, number, **fields):
         """Make an event about an item."""
