@@ -12,6 +12,7 @@ from mlx_lm.generate import make_stop_sequences
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from ..checkpoint import read_json
 from ..prompt import vocabulary
 from ..streaming.config import StreamConfig
 from ..streaming.model import close, find, load
@@ -27,6 +28,7 @@ from .server.engine import Engine
 from .server.prompts import Prompts
 from .stream_options import add_stream_options, say_plan, streaming_given
 
+MOST_TOKENS = 2**31 - 1  # of a text, where a model has no limit of its own
 TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
 
 
@@ -65,7 +67,7 @@ class Model:
         self.is_batchable = can_merge and self.draft is None and args.kv_bits is None
         # No token can be taken back from a recurrent state, so states are kept where texts part.
         self.has_states = not can_trim_prompt_cache(caches)
-        self.size = vocabulary(self.model)
+        self.size, self.positions = vocabulary(self.model), positions(path)
         self.ends = make_stop_sequences(self.tokenizer)
         # Texts of ``context`` tokens for whose caches there is memory, and texts at once.
         self._context, self.room = self.plan.context if self.plan else inf, inf
@@ -99,12 +101,21 @@ class Model:
         return make_prompt_cache(self.model) + drafts
 
 
+def positions(path: Path) -> int:
+    """The tokens of the longest text that a model was made for."""
+    config = read_json(path / "config.json")
+    config |= config.get("text_config") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    stretched = rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0)
+    return max(config.get("max_position_embeddings") or 0, int(stretched)) or MOST_TOKENS
+
+
 def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
     try:
         from .server import http
         from .server.completions import Chat, Completions
-        from .server.messages import Messages
+        from .server.messages import CountTokens, Messages
         from .server.responses import Responses
     except ImportError as error:
         raise ValueError(
@@ -128,7 +139,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
             engine.join()
             engine.check()
         else:
-            dialects = (Chat, Completions, Responses, Messages)
+            dialects = (Chat, Completions, Responses, Messages, CountTokens)
             app = http.app(engine, model, dialects, args.allowed_origins)
             http.Server(app, engine, listening).answer()
 
@@ -166,7 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     arguments.add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
     arguments.add_draft(parser)
-    arguments.add_number(parser, "--max-tokens", 512, "of an answer that does not say")
+    ends = "of an answer whose request does not say (default: to its end)"
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help=ends)
     arguments.add_sampling(parser)
     arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
     size = "their memory, as in 2GB (default: what slots auto leaves)"

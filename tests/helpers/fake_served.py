@@ -14,13 +14,14 @@ from moelab.streaming.model import tokenizer_of
 
 MODEL = DATA / "models/tiny-moe"
 TOKENIZER = tokenizer_of(MODEL)
-ARGS = {"model": str(MODEL), "max_tokens": 512, "temp": 0.0, "top_p": 1.0, "sampling_top_k": 0}
+ARGS = {"model": str(MODEL), "max_tokens": None, "temp": 0.0, "top_p": 1.0, "sampling_top_k": 0}
 ARGS |= {"min_p": 0.0, "num_draft_tokens": "auto", "chat_template_args": {}}
 
 
 def fake_served(**args):
     """The model tiny-moe, with these arguments on the command line."""
     about = {"tokenizer": TOKENIZER, "name": "tiny-moe", "size": 8192, "has_states": False}
+    about["positions"] = 10**6
     return SimpleNamespace(args=SimpleNamespace(**ARGS | args), **about)
 
 

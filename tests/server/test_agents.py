@@ -223,7 +223,7 @@ def test_errors(dialect):
         assert "invalid_request_error" in str(refused.value.body)
         with pytest.raises(client.library.APIError, match="the disk"):
             [*client.asks.create(**client.usual, stream=True)]
-    assert Responses.error("x", None, 500)["response"]["error"]["message"] == "x"
+    assert Responses.error("x", None, 500, None)["response"]["error"]["message"] == "x"
 
 
 @both

@@ -2,6 +2,8 @@
 
 import os
 import random
+import re
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -9,7 +11,18 @@ from queue import SimpleQueue
 import mlx.core as mx
 import pytest
 from fake_served import TOKENIZER
-from in_process import MODEL, PROMPTS, SERVERS, chat, complete, serving, started, two_servers, user
+from in_process import (
+    MODEL,
+    PROMPTS,
+    SERVERS,
+    SLOTS,
+    chat,
+    complete,
+    serving,
+    started,
+    two_servers,
+    user,
+)
 from mlx_lm.sample_utils import make_sampler
 
 from moelab.commands.server.ask import Ask
@@ -150,6 +163,54 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
                 break
         assert slow.done()
     assert written["long"] == mlx.write(long)
+
+
+def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
+    """Alone and beside others; a prompt without room for an answer is refused, but counted."""
+    shutil.copytree(MODEL, tmp_path / "m")
+    config = tmp_path / "m/config.json"
+    config.write_text(re.sub('("max_position_embeddings"): [0-9]+', r"\1: 64", config.read_text()))
+    size = len(mlx.tokenizer.encode(PROMPTS[0]))
+    wanted = mlx.write(PROMPTS[0], max_tokens=64 - size)
+    with serving(*SLOTS, model=tmp_path / "m") as server, ThreadPoolExecutor(3) as threads:
+        for n in (1, 3):
+            for answer in threads.map(lambda _: complete(server.client, max_tokens=None), range(n)):
+                assert (answer.choices[0].text, answer.usage.total_tokens) == (wanted, 64)
+                assert answer.choices[0].finish_reason == "length"
+        (card,) = server.client.models.list().to_dict()["data"]
+        assert card["max_model_len"] == card["context_length"] == 64
+        text, code = "x " * 80, "context_length_exceeded"
+        long = {"messages": [user(text)]}
+        counted = server.post("/messages/count_tokens", long)[1]["input_tokens"]
+        for path, body, words, said in (
+            ("/chat/completions", long, "maximum context length is 64 tokens", code),
+            ("/completions", {"prompt": text}, "maximum context length is 64 tokens", code),
+            ("/responses", {"input": text}, f"resulted in {counted} tokens", code),
+            ("/messages", long, f"prompt is too long: {counted} tokens > 64 maximum", None),
+        ):
+            status, answer = server.post(path, body)
+            error = answer["error"]
+            assert (status, error.get("code")) == (400, said) and words in error["message"]
+
+
+def test_without_limit_memory_ends_a_text():
+    """Where a request has a limit, that is an error."""
+    _, engine = started(*SLOTS)
+    logits = engine._logits
+
+    def short(text, end):
+        if end > 20:
+            raise MemoryError("memory is short")
+        return logits(text, end)
+
+    engine._logits = short
+    for is_open in (True, False):
+        told = SimpleQueue()
+        engine.begin(Ask([1, 5], 99, is_open=is_open), told.put)
+        while not isinstance(part := told.get(timeout=60), MemoryError) and not part.finish:
+            pass
+        assert is_open == (getattr(part, "finish", None) == "length")
+    engine.stop()
 
 
 def test_an_error_of_a_text_ends_no_other():

@@ -95,6 +95,8 @@ def test_answers(fake, monkeypatch):
     wait_for(lambda: len(fake.engine.ended) == 4)
     assert fake.get("/models").json()["data"] == [fake.get("/models/tiny-moe").json()]
     assert fake.get("../health").json() == {"status": "ok"}
+    assert fake.get("../models").json() == fake.get("/models").json()
+    assert fake.post("../completions", json={"prompt": "x"}).status_code == 200
 
 
 @pytest.mark.parametrize(

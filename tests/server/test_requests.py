@@ -45,6 +45,9 @@ def test_what_a_request_becomes(kind, usual):
     defaults = {"temp": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}
     assert ask.sampling.items() >= defaults.items()
     assert (ask.max_tokens, ask.num_draft_tokens, ask.seed) == (7, 4, None)
+    assert not ask.is_open
+    (ask,) = asks(kind, usual)  # without a limit, all positions
+    assert (ask.max_tokens, ask.is_open) == (10**6 - len(ask.tokens), True)
     given = {"temperature": 1, "xtc_probability": 1, "top_k": 5, "min_p": 1, "top_p": 1}
     given |= {"repetition_penalty": 2, "presence_penalty": -2, "frequency_penalty": 1, "stop": "a"}
     given |= {"max_completion_tokens": 3, "max_tokens": 5, "num_draft_tokens": 0}

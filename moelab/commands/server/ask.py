@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 
 class Refused(ValueError):
-    """A request that cannot be answered: words, the field they are about, and the HTTP status."""
+    """A request that cannot be answered: words, the field they are about, and how HTTP says it."""
 
-    def __init__(self, words: str, param: str | None = None, status: int = 400):
+    def __init__(self, words: str, param: str | None = None, status=400, code: str | None = None):
         super().__init__(words)
-        self.param, self.status = param, status
+        self.param, self.status, self.code = param, status, code
 
 
 @dataclass
@@ -29,6 +29,7 @@ class Ask:
     num_draft_tokens: int | str = "auto"
     # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
+    is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
 
     def __post_init__(self):
         bias = self.penalties.get("logit_bias", {})  # its keys are texts after JSON

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from .ask import Part
+from .ask import Part, Refused
 from .requests import ChatRequest, CompletionRequest
 
 LEAST = -9999.0  # OpenAI's log probability of a token that cannot be
@@ -15,16 +15,28 @@ LEAST = -9999.0  # OpenAI's log probability of a token that cannot be
 class Chat:
     """A request for the next message of a chat, and its answer."""
 
-    paths = ("/v1/chat/completions", "/chat/completions")
+    path, field = "/v1/chat/completions", "messages"
     kind, names = ChatRequest, ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    too_long = (
+        "This model's maximum context length is {most} tokens. However, your {field} resulted in "
+        "{size} tokens. Please reduce the length of the {field}."
+    )
 
     def __init__(self, body: dict[str, Any], served: Any):
         self.request, self.tokenizer = self.kind.of(body), served.tokenizer
         self.detokenizer = self.tokenizer.detokenizer
         self.asks, self.splitters = self.request.read(served)
+        self._limit(served.positions)
         self.stream, self._told = self.request.stream, {}
         head = {"id": f"{self.names[0]}-{uuid4().hex}", "object": self.names[1 + self.stream]}
         self.head = head | {"created": int(time.time()), "model": served.name}
+
+    def _limit(self, most):
+        """Refuse prompts that leave no position to the answer, in words that clients look for."""
+        size = max(len(ask.tokens) for ask in self.asks)
+        if size >= most:
+            words = self.too_long.format(most=most, field=self.field, size=size)
+            raise Refused(words, self.field, code="context_length_exceeded")
 
     def whole(self, parts: list[Part]) -> dict[str, Any]:
         """Make the answer in one piece."""
@@ -46,10 +58,10 @@ class Chat:
         yield "[DONE]"
 
     @staticmethod
-    def error(words: str, param: str | None, status: int) -> dict[str, Any]:
+    def error(words: str, param: str | None, status: int, code: str | None) -> dict[str, Any]:
         """Say what was wrong, instead of an answer or within a stream."""
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": words, "type": kind, "param": param, "code": None}}
+        return {"error": {"message": words, "type": kind, "param": param, "code": code}}
 
     def _choice(self, index, part):
         """Make a choice of what was written or, in a stream, of what was added."""
@@ -87,7 +99,7 @@ class Chat:
 class Completions(Chat):
     """A request for texts that go on after prompts, and its answer."""
 
-    paths = ("/v1/completions",)
+    path, field = "/v1/completions", "prompt"
     kind, names = CompletionRequest, ("cmpl", "text_completion", "text_completion")
 
     def _choice(self, index, part):

@@ -54,6 +54,12 @@ class _Text:
         self._held = []  # tokens that are not told yet, each with where its text begins
 
     @property
+    def size(self) -> int:
+        """The tokens of which it needs the caches; without a limit, those that come soon."""
+        is_open, ended = self.ask.is_open, self.prompt_size + self.ask.max_tokens
+        return min(len(self.tokens) + PART, ended) if is_open else ended
+
+    @property
     def rest(self) -> int:
         """The tokens of the prompt to read, but for the last one, with which writing begins."""
         return self.prompt_size - 1 - self.read
@@ -233,14 +239,18 @@ class Engine:
                 texts, self._batch = self._at("batch"), None  # its caches may be damaged
             for text in texts:
                 text.cache = text.uid = None  # so that they are not kept
-                text.tell(e)
+                begun = text.ask.is_open and len(text.tokens) > text.prompt_size
+                if begun and isinstance(e, MemoryError):
+                    text.say("length")  # it goes on as far as memory allows
+                else:
+                    text.tell(e)
                 self._end(text)
 
     def _fits(self, text):
         """Whether there is memory for a text's caches beside those of the others."""
         texts = self._at("reading", "alone", "batch")
-        sizes = [len(t.ask.tokens) + t.ask.max_tokens for t in [*texts, text]]
-        return not texts or (len(texts) < self.model.most_texts and self.model.fits(sizes))
+        fits = self.model.fits([t.size for t in [*texts, text]])
+        return not texts or (len(texts) < self.model.most_texts and fits)
 
     def _open(self, text):
         """Find what is known of a prompt, and where it is read."""

@@ -43,12 +43,13 @@ UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S
 def app(engine: Any, served: Any, dialects: list[type], origins: list[str]) -> CORSMiddleware:
     """Make the application. Web pages of ``origins`` (CORS; * for all) may ask, too."""
     card = {"id": served.name, "object": "model", "owned_by": "moelab", "created": int(time.time())}
+    card |= {"max_model_len": served.positions, "context_length": served.positions}
     fixed = {"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": [card]}}
     fixed[f"/v1/models/{served.name}"] = card
-    routes = [Route(path, JSONResponse(said), methods=["GET"]) for path, said in fixed.items()]
-    for dialect in dialects:
-        endpoint = _Endpoint(dialect, engine, served, origins)
-        routes += [Route(path, endpoint, methods=["POST"]) for path in dialect.paths]
+    ways = [(path, JSONResponse(said), "GET") for path, said in fixed.items()]
+    ways += [(d.path, _Endpoint(d, engine, served, origins), "POST") for d in dialects]
+    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # for some clients' base URL
+    routes = [Route(path, endpoint, methods=[method]) for path, endpoint, method in ways]
 
     async def refuse(request, error):
         words = f"{request.method} {shorten(request.scope['path'], 100)}: {error.detail}"
@@ -64,7 +65,8 @@ def _error(dialect, error):
     status = 503 if passes else getattr(error, "status", 500)
     words = describe(error) if status == 500 else shorten(error, 1000)
     logging.log(logging.ERROR if status >= 500 else logging.INFO, words)
-    return dialect.error(words, getattr(error, "param", None), status), status
+    where = getattr(error, "param", None), status, getattr(error, "code", None)
+    return dialect.error(words, *where), status
 
 
 class _Endpoint:

@@ -40,7 +40,8 @@ class _Request(Translated):
 class Messages(Responses):
     """A request and its answer, a list of blocks."""
 
-    paths, names, kind = ("/v1/messages",), ("msg", "message", "message"), _Request
+    path, kind, names = "/v1/messages", _Request, ("msg", "message", "message")
+    field, too_long = "messages", "prompt is too long: {size} tokens > {most} maximum"
 
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
@@ -66,7 +67,7 @@ class Messages(Responses):
         yield {"type": "message_stop"}
 
     @staticmethod
-    def error(words: str, param: str | None, status: int) -> dict[str, Any]:
+    def error(words: str, param: str | None, status: int, code: str | None) -> dict[str, Any]:
         kind = ERRORS.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": words}}
 
@@ -93,6 +94,22 @@ class Messages(Responses):
 
     def _event(self, kind, number, **fields):
         return {"type": f"content_block_{kind}", "index": number} | fields
+
+
+class CountTokens(Messages):
+    """A request to count the tokens of a prompt, of whatever size."""
+
+    path = "/v1/messages/count_tokens"
+
+    def __init__(self, body: dict[str, Any], served: Any):
+        super().__init__(body | {"stream": False}, served)
+        self.asks = []
+
+    def _limit(self, most):
+        pass
+
+    def whole(self, parts: list[Part]) -> dict[str, Any]:
+        return {"input_tokens": self.answer["usage"]["input_tokens"]}
 
 
 def _usage(read, cached, written):

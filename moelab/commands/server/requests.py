@@ -139,10 +139,15 @@ class Request(BaseModel):
         given["penalties"] = self.model_dump(include=PENALTIES, exclude_none=True)
         given["stops"] = [self.stop] if isinstance(self.stop, str) else self.stop
         length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
-        given["max_tokens"] = args.max_tokens if length is None else length
+        length = args.max_tokens if length is None else length
+        given["is_open"], length = length is None, served.positions if length is None else length
         given["num_draft_tokens"] = args.num_draft_tokens if drafted is None else drafted
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
-        return [Ask(ids, seed=seed, cuts=cuts, **given) for ids, cuts in prompts for seed in seeds]
+        return [
+            Ask(ids, min(length, served.positions - len(ids)), seed=seed, cuts=cuts, **given)
+            for ids, cuts in prompts
+            for seed in seeds
+        ]
 
 
 class ChatRequest(Request):

@@ -108,7 +108,7 @@ class _Request(Translated):
 class Responses(Chat):
     """A request and its answer, a list of items: one for each run of what was written."""
 
-    paths, names = ("/v1/responses", "/responses"), ("resp", "response", "response")
+    path, field, names = "/v1/responses", "input", ("resp", "response", "response")
     kind = _Request
 
     def __init__(self, body: dict[str, Any], served: Any):
@@ -154,10 +154,11 @@ class Responses(Chat):
         yield {"type": kind, "sequence_number": number, "response": answer}
 
     @staticmethod
-    def error(words: str, param: str | None, status: int) -> dict[str, Any]:
+    def error(words: str, param: str | None, status: int, code: str | None) -> dict[str, Any]:
         """Say what was wrong, instead of an answer or within a stream, in which Codex reads it."""
-        failed = {"status": "failed", "error": {"code": "server_error", "message": words}}
-        return Chat.error(words, param, status) | {"type": "response.failed", "response": failed}
+        error = Chat.error(words, param, status, code)
+        failed = {"status": "failed", "error": {"code": code or "server_error", "message": words}}
+        return error | {"type": "response.failed", "response": failed}
 
     def _end_item(self, runs, status):
         if runs:
