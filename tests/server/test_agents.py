@@ -1,11 +1,15 @@
 """What coding agents speak: OpenAI's responses and Anthropic's messages, by their clients."""
 
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import groupby
 
 import agents
 import anthropic
+import httpx
 import openai
 import pytest
 import speaker
@@ -14,8 +18,8 @@ from in_process import SLOTS, serving, user
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from moelab.commands.server import requests
-from moelab.commands.server.ask import Refused
+from moelab.commands.server import http, requests
+from moelab.commands.server.ask import Part, Refused
 from moelab.commands.server.completions import Chat
 from moelab.commands.server.messages import Messages
 from moelab.commands.server.responses import Responses
@@ -148,6 +152,38 @@ def test_a_call_in_a_namespace():
         client.asks.create(**client.usual | {"input": given})
         chat = Responses(client.usual | {"input": given}, speaker.caller()).request.messages
     assert chat[-1]["tool_calls"][0]["function"] == {"name": "m__f", "arguments": {"a": [1, "é"]}}
+
+
+SILENCE = {
+    "chat/completions": ({"messages": [user("x")]}, "choices", ": keepalive"),
+    "responses": ({"input": "x"}, "response.created", "event: response.in_progress"),
+    "messages": ({"messages": [user("x")]}, "message_start", "event: ping"),
+}
+
+
+@pytest.mark.parametrize("path", SILENCE)
+def test_silence(path, monkeypatch):
+    """A stream begins before anything is written, and goes on while a call is held."""
+    monkeypatch.setattr(http, "KEEPALIVE_S", 0.01)
+    engine, go_on = speaker.Speaker(), threading.Event()
+
+    def write(tell):
+        assert go_on.wait(60)
+        for said in (speaker.CALL[:30], speaker.CALL[30:]):
+            tell(Part(said))
+            time.sleep(0.1)
+        tell(Part(finish="stop", usage=speaker.USAGE))
+
+    engine._write, (body, first, idle) = write, SILENCE[path]
+    body |= {"stream": True, "tools": [agents.CHAT["tools"][0]]}
+    with ExitStack() as stack:
+        url = stack.enter_context(speaker.speaking(engine=engine))
+        asked = httpx.stream("POST", f"{url}/{path}", json=body, timeout=60)
+        lines = stack.enter_context(asked).iter_lines()
+        assert first in next(line for line in lines if line.startswith("data"))
+        next(line for line in lines if idle in line)
+        go_on.set()
+        assert any(idle in line for line in lines)
 
 
 def test_thinking_can_be_off():

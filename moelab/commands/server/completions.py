@@ -47,6 +47,9 @@ class Chat:
         """Begin each text: the official client counts log probabilities of a first event twice."""
         return (event for i in range(len(self.asks)) for event in self.part(i, Part()))
 
+    def idle(self) -> dict[str, Any] | None:
+        """Say in a stream that the answer goes on; None makes a comment."""
+
     def part(self, index: int, part: Part) -> Iterable[dict[str, Any]]:
         """Say in a stream what was written of one text."""
         yield self.head | {"choices": [self._choice(index, part)]}

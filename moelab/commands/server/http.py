@@ -28,7 +28,7 @@ from ...streaming.plan import memory_now
 from .ask import Refused, total
 
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
-KEEPALIVE_S = 10  # between the comments in a stream that has nothing to say
+KEEPALIVE_S = 4  # in a stream that says nothing else for so long, the client hears that it goes on
 GRACE_S = 2  # at Ctrl-C, clients have so long to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 for each of 256k tokens
 SMALL_NBYTES = 2**14  # of a small request; 16 of them are taken however short memory is
@@ -84,14 +84,14 @@ class _Endpoint:
                 loop.call_soon_threadsafe(told.put_nowait, (event, index))
 
         async def write(*events, status=200, more=False):
-            """Send a whole answer or, if there is more, begin a stream; a comment if it is idle."""
+            """Send a whole answer or, if there is more, begin a stream."""
             nonlocal begun
             if not (begun or more):
                 return await JSONResponse(*events, status)(scope, receive, send)
             if not begun:
                 head = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
                 await send({"type": "http.response.start", "status": status, "headers": head})
-            begun, data = True, "".join(map(_encode, events)) or ": keepalive\n\n"
+            begun, data = True, "".join(map(_encode, events))
             await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
         try:
@@ -153,19 +153,25 @@ class _Endpoint:
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
-        events, texts = [*asked.begin()] if asked.stream else [], [[] for _ in asked.asks]
+        texts, said_s = [[] for _ in asked.asks], time.monotonic()
+        if asked.stream:
+            await write(*asked.begin(), more=True)
         with ExitStack() as begun:
             for index, ask in enumerate(asked.asks):
                 number = self.engine.begin(ask, partial(tell, index=index))
                 begun.callback(self.engine.cancel, number)
             while not all(parts and parts[-1].finish for parts in texts):
                 part, index = await _next(told, KEEPALIVE_S if asked.stream else None)
+                events = []
                 if part:
                     texts[index].append(part := asked.splitters[index].add(part))
-                    events += asked.part(index, part) if asked.stream else ()
-                if asked.stream:
+                    events = [*asked.part(index, part)] if asked.stream else []
+                # What is read or held, as a call until it ends, makes no event for a while.
+                if asked.stream and not events and time.monotonic() - said_s >= KEEPALIVE_S:
+                    events = [asked.idle()]
+                if events:
                     await write(*events, more=True)
-                    events = []
+                    said_s = time.monotonic()
             texts = [*map(total, texts)]
             await write(*(asked.end(texts) if asked.stream else [asked.whole(texts)]))
 
@@ -182,6 +188,8 @@ async def _next(told, within_s=None):
 
 
 def _encode(event):
+    if event is None:
+        return ": keepalive\n\n"  # a comment
     kind = f"event: {event['type']}\n" if "type" in event else ""
     data = event if isinstance(event, str) else json.dumps(event)
     return f"{kind}data: {data}\n\n"

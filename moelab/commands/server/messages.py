@@ -59,6 +59,9 @@ class Messages(Responses):
     def begin(self) -> Iterable[dict[str, Any]]:
         yield {"type": "message_start", "message": self.answer}
 
+    def idle(self) -> dict[str, Any]:
+        return {"type": "ping"}
+
     def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
         yield from self._end_item(self._runs, "completed")
         answer = self.whole(parts)

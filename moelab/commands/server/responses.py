@@ -137,6 +137,11 @@ class Responses(Chat):
 
     def begin(self) -> Iterable[dict[str, Any]]:
         yield {"type": "response.created", "sequence_number": 0, "response": self.answer}
+        yield self.idle()
+
+    def idle(self) -> dict[str, Any]:
+        number = next(self._numbers)
+        return {"type": "response.in_progress", "sequence_number": number, "response": self.answer}
 
     def part(self, index: int, part: Part) -> Iterable[dict[str, Any]]:
         """Say in a stream what was written. An item ends where the next one begins."""
