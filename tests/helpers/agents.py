@@ -17,7 +17,7 @@ CHAT = SAME | {
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "reasoning": "Hm", "content": "Ok", "tool_calls": CALLS},
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
-        {"role": "tool", "tool_call_id": "c2", "content": "Hi"},
+        {"role": "tool", "tool_call_id": "c2", "content": "Hi(an image was left out)"},
         {"role": "user", "content": "Hi\n\nC"},
     ],
     "tools": [
@@ -33,6 +33,7 @@ DEVELOPER = {"type": "message", "role": "developer", "content": "C"}
 THOUGHT = {"type": "reasoning", "summary": [], "encrypted_content": None, "id": "rs_1"}
 CALL = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'}
 OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "1"}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AA"}
 CODEX = SAME | {
     "instructions": "A",
     "input": [
@@ -46,7 +47,7 @@ CODEX = SAME | {
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {}},
         {"type": "custom_tool_call", "id": "x", "call_id": "c3", "name": "patch", "input": "x"},
         OUTPUT,
-        OUTPUT | {"call_id": "c2", "output": SAID["content"]},
+        OUTPUT | {"call_id": "c2", "output": [*SAID["content"], IMAGE]},
         SAID,
         DEVELOPER,
     ],
@@ -77,6 +78,7 @@ TEXT = {"type": "text"} | HI | CACHED
 USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "1", "is_error": True}
 OWN = TOOL | {"input_schema": {"type": "object"}, "strict": True} | CACHED
+PICTURE = {"type": "image", "source": {"type": "base64", "data": "AA"}}
 CLAUDE_CODE = SAME | {
     "system": [BILLING, TEXT | {"text": "A"}, TEXT | {"text": "B"}],
     "messages": [
@@ -94,7 +96,7 @@ CLAUDE_CODE = SAME | {
         },
         {
             "role": "user",
-            "content": [RESULT, RESULT | {"tool_use_id": "c2", "content": [TEXT]}, TEXT],
+            "content": [RESULT, RESULT | {"tool_use_id": "c2", "content": [TEXT, PICTURE]}, TEXT],
         },
         {"role": "system", "content": "C"},
     ],

@@ -24,7 +24,7 @@ from in_process import MODEL, SERVERS, SLOTS, Here, listening, serving
 from speaker import Speaker
 
 from moelab import DATA
-from moelab.commands.server import http
+from moelab.commands.server import http, requests
 from moelab.commands.server.ask import Part
 from moelab.commands.server.completions import Chat, Completions
 from moelab.lab import limit
@@ -109,7 +109,7 @@ def test_answers(fake, monkeypatch):
         ("POST", "/completions", b"{" * 20_000_000, 413, "at most 4194304 bytes"),
         *(
             ("POST", "/completions", body, 400, "body: ")
-            for body in (b"", b"{", b"\xff", b"[1]", b"[" * 10**5, b'{"prompt": "\\ud800"}')
+            for body in (b"", b"{", b"\xff", b"[1]", b"[" * 10**5, b'{"prompt": "\\ud8"}')
         ),
     ],
 )
@@ -119,6 +119,16 @@ def test_a_wrong_request(fake, caplog, method, path, body, status, words):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, "z" if words == "z: " else None)
     assert words in error["message"] and words in caplog.text and "Traceback" not in caplog.text
+
+
+HALVES = [r"\ud800", r"\uDc00", r"a\\\ud83d", r"\ud83d\u0041", r"\ud800\ud83d\ude00", r"\\ud800"]
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_half_a_character(half):
+    """As Python's decoder makes it, with U+FFFD in its place; in a call's arguments, too."""
+    wanted = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
+    assert requests.parsed(f'{{"x": "{half}"}}') == {"x": wanted}
 
 
 @pytest.mark.parametrize("error", [MemoryError("memory is short"), TimeoutError("the disk")])

@@ -32,8 +32,9 @@ def test_what_changes_nothing(kind, usual):
     taken |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
     taken |= {"response_format": {"type": "text"}, "stream_options": {"include_usage": None}}
     taken |= {"suffix": "", "best_of": 1, "stop": [], "logit_bias": {}, "n": 1}
+    empty = [{"stop": stop} for stop in ("", [""], None)]
     names = [{"model": name} for name in ("tiny-moe", str(MODEL), "default_model")]
-    for fields in (nulls, taken, *names):
+    for fields in (nulls, taken, *names, *empty):
         assert asks(kind, fields | usual) == asks(kind, usual)
 
 
@@ -101,7 +102,7 @@ BAD = {  # values that are refused
     "seed": ["x", -1, 2**64],
     "n": [0, 129, "x"],
     "logit_bias": [5, {"x": 1}, {"8192": 1}, {"-1": 1}, {"3": NAN}, {"3": HUGE}],
-    "stop": [5, [5], [""], ["a"] * 65],
+    "stop": [5, [5], ["a"] * 65],
     "stream": ["yes", 1],
     "stream_options": [5, {"x": True}, {"include_usage": 1}],
     "top_logprobs": [-1, 21],
@@ -123,6 +124,30 @@ def test_a_bad_field(field):
         said, param = str(refused.value), getattr(refused.value, "param", field)
         assert said.startswith(param) and field.startswith(param[:40])
         assert len(said) < 400 and len(param) < 200
+
+
+CALLED = [user("x"), {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]
+SAID = [  # a field, a value, and what is said of it
+    ("stop", [5], "stop.0: expected a valid string, got '5'"),
+    ("tool_choice", "any", "tool_choice: expected 'auto' or 'none', got 'any'"),
+    (
+        "tool_choice",
+        {"type": "tool"},
+        "tool_choice: expected 'auto' or 'none', got {'type': 'tool'}",
+    ),
+    ("messages", [user(5)], "messages.0.content: expected a valid string or a valid list, got '5'"),
+    ("messages", [user([IMAGE])], "messages.0.content.0.type: expected 'text', got 'image_url'"),
+    ("messages", CALLED, "messages.1.tool_calls.0.function.arguments: expected an object in JSON"),
+    ("audio", {}, "audio: a field that is not permitted, got '{}'"),
+]
+
+
+@pytest.mark.parametrize("field, value, said", SAID)
+def test_what_a_refusal_says(field, value, said):
+    """The field, what is taken and what was got, also where a field has several forms."""
+    with pytest.raises(Refused) as refused:
+        asks(ChatRequest, CHAT | {field: value})
+    assert str(refused.value).replace('"', "").startswith(said)
 
 
 WORDS = ["text", "user", "tool", "auto", "function", "tiny-moe", "", "5", "é"]

@@ -72,6 +72,24 @@ def test_content_is_text():
     assert (wrapped(None).decode(tokens), cuts, state) == (said, [], "normal")
 
 
+def test_a_last_message_of_the_assistant_goes_on():
+    """With and without a template; what follows is the answer. Blanks at its end stay."""
+    messages = [user("a"), {"role": "assistant", "content": "Once "}]
+    assert text(wrapped(PLAIN), messages).endswith("assistant\nOnce ")
+    assert text(wrapped(None, parser=None), messages) == "USER: a\nASSISTANT: Once "
+    tokens, cuts, state = chat(wrapped(THINKING), messages)
+    assert state == "normal" and cuts[-1][0] == len(tokens) - 1
+    call = {"role": "assistant", "content": "x", "tool_calls": [function("{}")]}
+    assert text(wrapped(PLAIN), [user("a"), call]).endswith("<|im_start|>assistant\n")
+
+
+def test_an_image_in_a_tools_result():
+    """A line stands in its place; others are refused."""
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    result = {"role": "tool", "content": [{"type": "text", "text": "a"}, image]}
+    assert "\na(an image was left out)<" in text(wrapped(PLAIN), [user("x"), result])
+
+
 def function(arguments):
     return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
 

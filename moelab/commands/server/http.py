@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -26,6 +25,7 @@ from ... import interrupts
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
 from .ask import Refused, total
+from .requests import parsed
 
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
 KEEPALIVE_S = 4  # in a stream that says nothing else for so long, the client hears that it goes on
@@ -34,7 +34,6 @@ MOST_NBYTES = 2**22  # of a request: 16 for each of 256k tokens
 SMALL_NBYTES = 2**14  # of a small request; 16 of them are taken however short memory is
 TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text
 CHECK_S = 60  # a request is refused whose check takes longer: its chat template may have no end
-BODY = TypeAdapter(dict[str, Any])
 _held = {}  # bytes of each request that is large or whole, until it is answered
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
 UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
@@ -145,9 +144,11 @@ class _Endpoint:
     def _check(self, body, tell):
         """Check a body, and put the request or the error on the queue."""
         try:
-            tell(self.dialect(BODY.validate_json(body), self.served))
-        except ValidationError as error:
-            tell(Refused(f"body: {error.errors()[0]['msg']}"))
+            try:
+                body = parsed(body)
+            except ValueError as error:
+                raise Refused(f"body: {error}") from None
+            tell(self.dialect(body, self.served))
         except (Exception, SystemExit) as error:
             tell(error.with_traceback(None))  # which would keep the body
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .ask import Ask, Part, Refused
-from .requests import Stop
+from .ask import Ask, Part
+from .requests import Stops
 from .responses import Responses, Translated
 from .text import Splitter
 
@@ -21,16 +21,13 @@ DELTAS |= {"call": ("input_json_delta", "partial_json")}
 
 
 class _Request(Translated):
-    stop: list[Stop] = Field([], max_length=64, alias="stop_sequences")
+    stop: Stops = Field([], alias="stop_sequences")
     tool_choice: dict[str, Literal["auto", "none", False]] = Field({"type": "auto"})
     thinking: dict[str, Any] = Field({})
     reasoning: dict[Literal["effort"], str | None] = Field({}, alias="output_config")
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         self.system = [p for p in self.system if not p.get("content", "").startswith(BILLING)]
-        if self.messages[-1]["role"] == "assistant":
-            words = "expected the user's as the last, since no other can be continued"
-            raise Refused(f"messages: {words}", "messages")
         self.tool_choice = self.tool_choice.get("type", "auto")
         if self.thinking.get("type") == "disabled":
             self.reasoning = {"effort": "none"}

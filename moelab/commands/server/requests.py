@@ -1,6 +1,7 @@
 """Requests in OpenAI's form are checked and become one ``Ask`` for each text to write."""
 
 import logging
+import re
 from functools import lru_cache
 from inspect import signature
 from itertools import chain
@@ -12,7 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    Json,
+    TypeAdapter,
     ValidationError,
     with_config,
 )
@@ -40,15 +41,39 @@ def _object(**fields):
     return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("object", fields))
 
 
+def _place(error):
+    """The names that lead to what is wrong, without the types of a union."""
+    names = [shorten(name, 100) for name in error["loc"]]
+    return [name for name in names if "[" not in name and name not in ("str", "constrained-int")]
+
+
 def _expect(is_so, name, expected, got):
     if not is_so:
         raise Refused(f"{name}: expected {expected}, got {shorten(got, 100)!r}", name)
+
+
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """Read an object in JSON. Half a character, where a client cut a text, becomes U+FFFD."""
+    text = text.encode() if isinstance(text, str) else text
+    try:
+        return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
+    except ValidationError as error:
+        raise ValueError(f"expected an object in JSON: {error.errors()[0]['msg']}") from None
 
 
 @lru_cache
 def leave_out(what: str) -> None:
     """Say once in the log what the model never sees."""
     logging.warning("%s: left out of the prompt, since the model cannot use it", what)
+
+
+def shown(message: Any) -> Any:
+    """Put a line of text in the place of each image in a tool's result, which stays in a chat."""
+    if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+        kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
+        texts = [IMAGE if "image" in kind else part for kind, part in zip(kinds, parts)]
+        return message | {"content": texts} if message.get("role") == "tool" else message
+    return message
 
 
 def functions(tool: Any, prefix: str = "") -> list[dict[str, Any]]:
@@ -71,15 +96,39 @@ def functions(tool: Any, prefix: str = "") -> list[dict[str, Any]]:
     raise ValueError("expected a function with a name")
 
 
+def _stops(value):
+    """Make a list of a text. An empty one ends nothing."""
+    value = [value] if isinstance(value, str) else value
+    return [text for text in value if text != ""] if isinstance(value, list) else value
+
+
+def _listed(value):
+    """Make a list of a text, or of the first tokens of one."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and isinstance([*value, 0][0], int))
+    return [value] if is_one and value != [] else value
+
+
+OBJECT, IMAGE = TypeAdapter(dict[str, Any]), {"type": "text", "text": "(an image was left out)"}
+# In JSON, halves of a surrogate pair that are alone; the group has what comes before them.
+HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[
+    list[Annotated[str, Field(max_length=1024)]],
+    Field(max_length=64, fail_fast=True),
+    BeforeValidator(_stops),
+]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Functions = Annotated[list[dict], BeforeValidator(functions)]  # of one tool
 Content = str | list[_object(type=Literal["text"], text=NotRequired[str | None])] | None
-Arguments = Json[dict] | dict | Literal[""] | None
+Arguments = Annotated[
+    dict, BeforeValidator(lambda v: parsed(v or "{}") if isinstance(v, str | None) else v)
+]
 Calls = list[_object(function=_object(arguments=NotRequired[Arguments]))] | None
-Message = _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls])
+Message = Annotated[
+    _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls]),
+    BeforeValidator(shown),
+]
 
 
 class Request(BaseModel):
@@ -93,7 +142,7 @@ class Request(BaseModel):
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=0, lt=2**64)
-    stop: Stop | Annotated[list[Stop], Field(max_length=64, fail_fast=True)] = []
+    stop: Stops = []
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] | None = None
     temp: Positive | None = Field(None, alias="temperature")
     top_p: Share | None = None
@@ -114,10 +163,14 @@ class Request(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            wrong = error.errors(include_url=False)[-1]  # of a union
-        where, got = [str(name) for name in wrong["loc"]], shorten(wrong["input"], 100)
-        where = [shorten(name, 100) for name in where if "[" not in name]  # no types of a union
-        raise Refused(f"{'.'.join(where)}: {wrong['msg']}, got {got!r}", where[0])
+            found = [(_place(wrong), wrong) for wrong in error.errors(include_url=False)]
+        where, wrong = max(found, key=lambda pair: len(pair[0]))  # of a union, what fits best
+        said = [other["msg"] for place, other in found if place == where]
+        words = " or ".join(dict.fromkeys(said)).removeprefix("Value error, ")
+        words = words.replace("Input should be", "expected", 1).replace("Input should be ", "")
+        words = words.replace("Extra inputs are", "a field that is")
+        got = shorten(wrong["input"], 100)
+        raise Refused(f"{'.'.join(where)}: {words}, got {got!r}", where[0])
 
     def make(self, prompts: list[tuple], served: Any, scores: int | None, echo=False) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
@@ -137,7 +190,7 @@ class Request(BaseModel):
         sampling["xtc_special_tokens"] = ends  # as in mlx-lm's server
         given = {"sampling": sampling, "logprobs": scores, "echo": echo}
         given["penalties"] = self.model_dump(include=PENALTIES, exclude_none=True)
-        given["stops"] = [self.stop] if isinstance(self.stop, str) else self.stop
+        given["stops"] = self.stop
         length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
         length = args.max_tokens if length is None else length
         given["is_open"], length = length is None, served.positions if length is None else length
@@ -175,15 +228,13 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A request of ``/v1/completions``."""
 
-    prompt: Prompt | Annotated[list[Prompt], Field(min_length=1, fail_fast=True)]
+    prompt: Annotated[list[Prompt], Field(min_length=1, fail_fast=True), BeforeValidator(_listed)]
     max_tokens: Whole | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
-        """Make ``prompt`` a list, the asks and, for each, what leaves its text as it is."""
-        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), 0), int)
-        self.prompt = [self.prompt] if is_one else self.prompt
+        """Make the asks and, for each, what leaves its text as it is."""
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
         asks = self.make(prompts, served, self.logprobs, self.echo and scores)

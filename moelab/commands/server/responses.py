@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from ...checkpoint import shorten
 from .ask import Ask, Part, joined
 from .completions import Chat
-from .requests import ChatRequest, Message, leave_out
+from .requests import ChatRequest, Message, leave_out, shown
 from .text import Splitter
 
 HEADS = {"content": {"type": "message", "role": "assistant"}}
@@ -43,7 +43,8 @@ def pieces(value: Any, role: str = "user") -> Iterator[dict[str, Any]]:
             call = {"type": "function", "function": {"name": name, "arguments": given}}
             yield {"role": "assistant", "tool_calls": [{"id": number} | call]}
         case {"call_id": str(number), "output": _} | {"tool_use_id": str(number)}:
-            output = pieces(value.get("output") or value.get("content") or "")
+            said = value.get("output") or value.get("content") or ""
+            output = pieces(shown({"role": "tool", "content": said})["content"])
             text = "".join(piece.get("content", "") for piece in output)
             yield {"role": "tool", "tool_call_id": number, "content": text}
         case {"role": str(role), "content": content}:

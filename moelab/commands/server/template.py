@@ -29,8 +29,13 @@ def chat_tokens(
         raise Refused(f"{name}: {min(wrong)} is set by the server. Leave it out.", name)
     system = "developer" if "developer" in str(tokenizer.chat_template) else "system"
     messages = [_message(message, system) for message in messages]
+    last, begun, first = messages[-1], {"add_generation_prompt": True}, ""
+    if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
+        # It goes on. Without a template, ``first`` is what mlx-lm begins another message with.
+        begun = {"add_generation_prompt": False, "continue_final_message": True}
+        first = "\nASSISTANT:"
     if not tokenizer.has_chat_template:
-        return tokenizer.encode(convert_chat(messages)), [], "normal"
+        return tokenizer.encode(convert_chat(messages).removesuffix(first)), [], "normal"
     render = partial(tokenizer.apply_chat_template, tools=tools or None, **given)
 
     def shared(messages):
@@ -41,7 +46,7 @@ def chat_tokens(
         return 0
 
     try:
-        tokens = render(messages, add_generation_prompt=True)
+        tokens = render(messages, **begun)
     except Exception as error:  # a template and its arguments may raise anything
         words = f"messages: the chat template does not take them, it fails: {describe(error)}"
         raise Refused(words, "messages") from error
@@ -49,7 +54,8 @@ def chat_tokens(
     thinks = opened >= 0 and opened > tokenizer.rfind_think_end(tokens)
     end = shared(messages) if has_states or thinks else 0
     thinks = thinks and not opened < end < len(tokens)  # a message that says <think> does not
-    state = tokenizer.response_initial_state or ("reasoning" if thinks else "normal")
+    state = not first and tokenizer.response_initial_state
+    state = state or ("reasoning" if thinks else "normal")
     # The state after a user's message serves longest: its answer may be rendered without thinking.
     last = min(end or len(tokens), len(tokens) - 1)  # some templates begin each turn by themselves
     cuts = {last: "user" if messages[-1]["role"] == "user" else "assistant"}

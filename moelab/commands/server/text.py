@@ -100,4 +100,5 @@ def _call(name, arguments=None, id=None, **_):
     if not (name and isinstance(name, str) and isinstance(arguments, dict | None)):
         raise ValueError("expected a name and an object")
     arguments = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    arguments = arguments.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return Run("call", arguments, str(id or f"call_{uuid4().hex}"), name)
