@@ -25,7 +25,7 @@ CHAT = SAME | {
         for name in ("f", "m__f")
     ],
     "max_tokens": 5,
-    "chat_template_kwargs": {"reasoning_effort": "high", "enable_thinking": True},
+    "reasoning_effort": "high",
 }
 
 SAID = {"type": "message", "role": "user", "content": [{"type": "input_text"} | HI]}
@@ -63,8 +63,9 @@ CODEX = SAME | {
     ],
     "parallel_tool_calls": False,
     "reasoning": {"effort": "high", "summary": "auto"},
-    "include": ["reasoning.encrypted_content"],
-    "text": {"verbosity": "medium", "format": {"type": "text"}},
+    "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    "text": {"verbosity": "low", "format": {"type": "text"}},
+    "truncation": "auto",
     "client_metadata": {"x": "y"},
     "store": False,
     "prompt_cache_key": "0199",
@@ -102,7 +103,7 @@ CLAUDE_CODE = SAME | {
     ],
     "max_tokens": 5,
     "stop_sequences": ["z"],
-    "tool_choice": {"type": "auto"},
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
     "tools": [
         OWN,
         OWN | {"name": "m__f"},

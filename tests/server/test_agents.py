@@ -186,18 +186,38 @@ def test_silence(path, monkeypatch):
         assert any(idle in line for line in lines)
 
 
-def test_thinking_can_be_off():
-    off = {"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}
-    for fields, given in ((off, False), ({"thinking": {"type": "enabled"}}, None)):
-        request = Messages(Anthropic.usual | fields, speaker.caller()).request
-        assert request.chat_template_kwargs.get("enable_thinking") is given
+OFF, LOW = {"type": "disabled"}, {"effort": "low"}
+THOUGHTS = [  # how hard the model thinks, and how the template has it: its effort, after "off"
+    (Anthropic, {"thinking": OFF, "output_config": LOW}, "offlow"),
+    (Anthropic, {"thinking": {"type": "enabled"}, "output_config": LOW}, "low"),
+    (OpenAI, {"reasoning": {"effort": "none"}}, "offnone"),
+    (OpenAI, {"reasoning": {"effort": "minimal", "summary": "auto"}}, "minimal"),
+    (OpenAI, {"enable_thinking": False}, "off"),
+    (Anthropic, {"reasoning_effort": "xhigh", "enable_thinking": True}, "xhigh"),
+    (
+        Anthropic,
+        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+        "offlow",
+    ),
+]
 
 
-def test_one_call_if_that_is_asked():
+@pytest.mark.parametrize("dialect, fields, said", THOUGHTS)
+def test_how_hard_a_model_thinks(dialect, fields, said):
+    caller = speaker.caller()
+    (ask,) = dialect.kind(dialect.usual | fields, caller).asks
+    assert caller.tokenizer.decode(ask.tokens).rpartition("\n")[2] == said
+
+
+ONE = [(OpenAI, {"parallel_tool_calls": False})]
+ONE += [(Anthropic, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})]
+
+
+@pytest.mark.parametrize("dialect, fields", ONE)
+def test_one_call_if_that_is_asked(dialect, fields):
     with speaker.speaking(speaker.CALL * 2) as url:
-        client = OpenAI(url)
-        answer = client.summed(parallel_tool_calls=False)
-    assert client.facts(answer)[0] == ["call"]
+        client = dialect(url)
+        assert client.facts(client.summed(**fields))[0] == ["call"]
 
 
 URL = "http://127.0.0.1/x.png"
@@ -225,7 +245,6 @@ REFUSED = [  # a field, and a value that would change the answer or that is none
     (Anthropic, "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
     (Anthropic, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
     (Anthropic, "tool_choice", {"type": "any"}),
-    (Anthropic, "tool_choice", {"type": "auto", "disable_parallel_tool_use": True}),
     (Anthropic, "tool_choice", {"type": "tool", "name": "web_search"}),
     (Anthropic, "tools", [{"name": "f"}]),
     (Anthropic, "messages", []),

@@ -1,6 +1,7 @@
 """Requests in OpenAI's form: what they become, and which are refused."""
 
 import json
+import re
 
 import mlx.core as mx
 import pytest
@@ -10,8 +11,12 @@ from hypothesis import strategies as st
 from in_process import user
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from moelab import DATA
+from moelab.commands.server import requests
 from moelab.commands.server.ask import Ask, Refused
+from moelab.commands.server.messages import Messages
 from moelab.commands.server.requests import ChatRequest, CompletionRequest
+from moelab.commands.server.responses import Responses
 
 CHAT = {"messages": [user("x")]}
 TEXT = {"prompt": "def f(x):"}
@@ -127,6 +132,26 @@ def test_a_bad_field(field):
 
 
 CALLED = [user("x"), {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]
+GUIDE = (DATA.parent / "docs/guide.md").read_text()
+ROWS = re.findall(r"^\| (done|no effect|taken if|refused)(.*)", GUIDE, re.M)
+ROWS = {name: row for row, names in ROWS for name in re.findall("`([a-z_]+)`", names)}
+
+
+def test_the_guide_says_what_becomes_of_each_field():
+    kinds = (ChatRequest, CompletionRequest, Responses.kind, Messages.kind)
+    done = {field.alias or key for kind in kinds for key, field in kind.model_fields.items()}
+    wanted = dict.fromkeys(done, "done") | dict.fromkeys(requests.TAKEN, "no effect")
+    wanted |= dict.fromkeys(requests.ONLY, "taken if")
+    assert {name: row for name, row in ROWS.items() if row != "refused"} == wanted
+    for name, row in ROWS.items():
+        value = {"no effect": {"x": 1}, "taken if": requests.ONLY.get(name)}.get(row)
+        if row in ("no effect", "taken if"):
+            assert asks(ChatRequest, CHAT | {name: value}) == asks(ChatRequest, CHAT)
+        if row in ("refused", "taken if"):
+            with pytest.raises(Refused, match=name):
+                asks(ChatRequest, CHAT | {name: "x"})
+
+
 SAID = [  # a field, a value, and what is said of it
     ("stop", [5], "stop.0: expected a valid string, got '5'"),
     ("tool_choice", "any", "tool_choice: expected 'auto' or 'none', got 'any'"),

@@ -22,15 +22,13 @@ DELTAS |= {"call": ("input_json_delta", "partial_json")}
 
 class _Request(Translated):
     stop: Stops = Field([], alias="stop_sequences")
-    tool_choice: dict[str, Literal["auto", "none", False]] = Field({"type": "auto"})
     thinking: dict[str, Any] = Field({})
     reasoning: dict[Literal["effort"], str | None] = Field({}, alias="output_config")
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         self.system = [p for p in self.system if not p.get("content", "").startswith(BILLING)]
-        self.tool_choice = self.tool_choice.get("type", "auto")
         if self.thinking.get("type") == "disabled":
-            self.reasoning = {"effort": "none"}
+            self.enable_thinking = False
         return super().read(served)
 
 

@@ -25,13 +25,18 @@ from .template import chat_tokens
 from .text import Splitter
 
 DEFAULT = "default_model"  # mlx-lm's name of the model of the command line
-TAKEN = {"user", "metadata", "store", "service_tier", "safety_identifier"}  # without effect
+# Fields that are taken without effect, whatever they say; docs/guide.md says why that is safe.
+TAKEN = {"user", "metadata", "client_metadata", "safety_identifier", "request_id", "store"}
+TAKEN |= {"service_tier", "priority", "speed", "inference_geo", "prediction", "truncation"}
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
-TAKEN |= {"client_metadata", "inference_geo", "max_tool_calls", "speed"}
-ONLY = {"response_format": {"type": "text"}, "modalities": ["text"]}
-ONLY |= {"reasoning_effort": "medium", "verbosity": "medium", "best_of": 1, "suffix": ""}  # or null
-ONLY |= {"background": False, "truncation": "disabled"}
+TAKEN |= {"cache_prompt", "cache_salt", "max_tool_calls", "web_search_options", "verbosity"}
+# Fields that are taken with this value, which is what happens without them.
+ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "suffix": "", "best_of": 1}
 ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
+ONLY |= {"background": False, "min_tokens": 0, "ignore_eos": False, "length_penalty": 1}
+ONLY |= {"use_beam_search": False, "skip_special_tokens": True, "include_reasoning": True}
+ONLY |= {"spaces_between_special_tokens": True, "include_stop_str_in_output": False}
+ONLY |= {"add_generation_prompt": True, "stop_token_ids": [], "functions": [], "mcp_servers": []}
 SAMPLING = {*signature(make_sampler).parameters}
 PENALTIES = {*signature(make_logits_processors).parameters}
 
@@ -118,6 +123,7 @@ Stops = Annotated[
     Field(max_length=64, fail_fast=True),
     BeforeValidator(_stops),
 ]
+StreamOption = Literal["include_usage", "include_obfuscation", "continuous_usage_stats"]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Functions = Annotated[list[dict], BeforeValidator(functions)]  # of one tool
 Content = str | list[_object(type=Literal["text"], text=NotRequired[str | None])] | None
@@ -137,7 +143,7 @@ class Request(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     model: str = DEFAULT
     stream: bool = False
-    stream_options: dict[Literal["include_usage", "include_obfuscation"], bool | None] = {}
+    stream_options: dict[StreamOption, bool | None] = {}
     n: int = Field(1, ge=1, le=128)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
@@ -213,12 +219,29 @@ class ChatRequest(Request):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Self:
+        """Check a request, whose ``tool_choice`` may have Anthropic's form."""
+        match body:
+            case {"tool_choice": {"type": "auto" | "none" as choice} as given}:
+                one = given.get("disable_parallel_tool_use")
+                body = (
+                    body | {"tool_choice": choice} | ({"parallel_tool_calls": False} if one else {})
+                )
+        return super().of(body)
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
         tokenizer, tools = served.tokenizer, [*chain(*self.tools)]
         tools = tools if self.tool_choice == "auto" and tools else None
-        given = served.args.chat_template_args | self.chat_template_kwargs
+        given, effort, thinks = {}, self.reasoning_effort, self.enable_thinking
+        if effort:
+            given = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        given |= {} if thinks is None else {"enable_thinking": thinks}
+        given = served.args.chat_template_args | given | self.chat_template_kwargs
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
         asks = self.make([prompt], served, scores)

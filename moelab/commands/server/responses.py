@@ -92,9 +92,7 @@ class Translated(ChatRequest):
                 said, gap = messages[-1].get(name), more[:0] if role == "assistant" else "\n\n"
                 messages[-1][name] = said + gap + more if said else more
         self.messages = messages
-        if effort := self.reasoning.get("effort"):
-            given = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-            self.chat_template_kwargs = given | self.chat_template_kwargs
+        self.reasoning_effort = self.reasoning.get("effort") or self.reasoning_effort
         return super().read(served)
 
 
@@ -102,8 +100,9 @@ class _Request(Translated):
     messages: Pieces = Field(alias="input", min_length=1)
     system: System = Field([], alias="instructions")
     max_tokens: int | None = Field(None, ge=1, lt=2**31, alias="max_output_tokens")
-    text: dict[str, Literal["medium"] | dict[Literal["type"], Literal["text"]] | None] = Field({})
-    include: list[Literal["reasoning.encrypted_content"]] = Field([])
+    text: dict[str, str | dict[Literal["type"], Literal["text"]] | None] = Field({})
+    # Of items that no answer here has, but for the thoughts, which it always has.
+    include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
 
 
 class Responses(Chat):
