@@ -281,7 +281,7 @@ def test_errors(dialect):
 @pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
 def test_the_text_is_that_of_mlx_lm(dialect, draft, mlx):
     """Streamed and not, alone and four at once; the second time its prompt is not read again."""
-    options = {"tools": [speaker.CHAT_TOOL], "chat_template": speaker.TEMPLATE}
+    options = {"tools": agents.CHAT["tools"], "chat_template": speaker.TEMPLATE}
     tokens = mlx.tokenizer.apply_chat_template([user(speaker.PROMPT)], **options)
     text, size = mlx.write(tokens), len(tokens)
     fields = {dialect.asked: [user(speaker.PROMPT)], dialect.length: 16}

@@ -128,7 +128,7 @@ HALVES = [r"\ud800", r"\uDc00", r"a\\\ud83d", r"\ud83d\u0041", r"\ud800\ud83d\ud
 def test_half_a_character(half):
     """As Python's decoder makes it, with U+FFFD in its place; in a call's arguments, too."""
     wanted = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
-    assert requests.parsed(f'{{"x": "{half}"}}') == {"x": wanted}
+    assert requests.parsed(f'{{"x": "{half}"}}'.encode()) == {"x": wanted}
 
 
 @pytest.mark.parametrize("error", [MemoryError("memory is short"), TimeoutError("the disk")])

@@ -8,15 +8,8 @@ from itertools import chain
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    with_config,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.config import with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ...checkpoint import shorten
@@ -57,13 +50,17 @@ def _expect(is_so, name, expected, got):
         raise Refused(f"{name}: expected {expected}, got {shorten(got, 100)!r}", name)
 
 
-def parsed(text: str | bytes) -> dict[str, Any]:
+def parsed(text: bytes) -> dict[str, Any]:
     """Read an object in JSON. Half a character, where a client cut a text, becomes U+FFFD."""
-    text = text.encode() if isinstance(text, str) else text
     try:
         return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
     except ValidationError as error:
         raise ValueError(f"expected an object in JSON: {error.errors()[0]['msg']}") from None
+
+
+def _arguments(value):
+    """Read a call's arguments, which may be a text in JSON or nothing."""
+    return parsed((value or "{}").encode()) if isinstance(value, str | None) else value
 
 
 @lru_cache
@@ -74,10 +71,11 @@ def leave_out(what: str) -> None:
 
 def shown(message: Any) -> Any:
     """Put a line of text in the place of each image in a tool's result, which stays in a chat."""
-    if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
-        kinds = [str(part.get("type")) if isinstance(part, dict) else "" for part in parts]
-        texts = [IMAGE if "image" in kind else part for kind, part in zip(kinds, parts)]
-        return message | {"content": texts} if message.get("role") == "tool" else message
+    match message:
+        case {"role": "tool", "content": list(parts)}:
+            images = [isinstance(p, dict) and "image" in str(p.get("type")) for p in parts]
+            parts = [IMAGE if is_one else part for part, is_one in zip(parts, images)]
+            return message | {"content": parts}
     return message
 
 
@@ -118,23 +116,16 @@ OBJECT, IMAGE = TypeAdapter(dict[str, Any]), {"type": "text", "text": "(an image
 HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
-Stops = Annotated[
-    list[Annotated[str, Field(max_length=1024)]],
-    Field(max_length=64, fail_fast=True),
-    BeforeValidator(_stops),
-]
+Stop = Annotated[str, Field(max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=64, fail_fast=True), BeforeValidator(_stops)]
 StreamOption = Literal["include_usage", "include_obfuscation", "continuous_usage_stats"]
 Prompt = str | Annotated[list[Whole], Field(fail_fast=True)]
 Functions = Annotated[list[dict], BeforeValidator(functions)]  # of one tool
 Content = str | list[_object(type=Literal["text"], text=NotRequired[str | None])] | None
-Arguments = Annotated[
-    dict, BeforeValidator(lambda v: parsed(v or "{}") if isinstance(v, str | None) else v)
-]
+Arguments = Annotated[dict, BeforeValidator(_arguments)]
 Calls = list[_object(function=_object(arguments=NotRequired[Arguments]))] | None
-Message = Annotated[
-    _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls]),
-    BeforeValidator(shown),
-]
+Message = _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls])
+Message = Annotated[Message, BeforeValidator(shown)]
 
 
 class Request(BaseModel):
@@ -198,15 +189,12 @@ class Request(BaseModel):
         given["penalties"] = self.model_dump(include=PENALTIES, exclude_none=True)
         given["stops"] = self.stop
         length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
-        length = args.max_tokens if length is None else length
-        given["is_open"], length = length is None, served.positions if length is None else length
+        length, most = args.max_tokens if length is None else length, served.positions
+        given["is_open"], length = length is None, most if length is None else length
         given["num_draft_tokens"] = args.num_draft_tokens if drafted is None else drafted
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
-        return [
-            Ask(ids, min(length, served.positions - len(ids)), seed=seed, cuts=cuts, **given)
-            for ids, cuts in prompts
-            for seed in seeds
-        ]
+        each = [(ids, min(length, most - len(ids)), cuts) for ids, cuts in prompts]
+        return [Ask(ids, n, seed=s, cuts=cuts, **given) for ids, n, cuts in each for s in seeds]
 
 
 class ChatRequest(Request):

@@ -52,8 +52,8 @@ def pieces(value: Any, role: str = "user") -> Iterator[dict[str, Any]]:
         case list():
             for part in value:
                 yield from pieces(part, role)
-        case {"type": "item_reference", "id": str(number)} if number in _latest:
-            yield from pieces(_latest[number])
+        case {"type": "item_reference", "id": str(number)} if item := _latest.get(number):
+            yield from pieces(item)
         case {"type": "item_reference"}:
             raise ValueError("expected an item of a late answer, or the item itself (store: false)")
         case {"type": str(kind)} if kind in SERVICES:
