@@ -58,7 +58,7 @@ class Messages(Responses):
         return {"type": "ping"}
 
     def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
-        yield from self._end_item(self._runs, "completed")
+        yield from self._end_item("completed")
         answer = self.whole(parts)
         ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
         yield {"type": "message_delta", "delta": ended, "usage": answer["usage"]}

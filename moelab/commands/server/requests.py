@@ -216,9 +216,10 @@ class ChatRequest(Request):
         match body:
             case {"tool_choice": {"type": "auto" | "none" as choice} as given}:
                 one = given.get("disable_parallel_tool_use")
-                body = (
-                    body | {"tool_choice": choice} | ({"parallel_tool_calls": False} if one else {})
-                )
+                body = body | {
+                    "tool_choice": choice,
+                    **({"parallel_tool_calls": False} if one else {}),
+                }
         return super().of(body)
 
     def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:

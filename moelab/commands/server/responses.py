@@ -113,7 +113,7 @@ class Responses(Chat):
 
     def __init__(self, body: dict[str, Any], served: Any):
         super().__init__(body, served)
-        self._runs, self._numbers = [], count(1)  # what a stream has said, and its events
+        self._runs, self._numbers = [], count(1)  # each item's in a stream, and its events
         tools = body.get("tools") or ()
         self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
         self.answer = self.head | {"created_at": self.head["created"], "status": "in_progress"}
@@ -146,15 +146,17 @@ class Responses(Chat):
     def part(self, index: int, part: Part) -> Iterable[dict[str, Any]]:
         """Say in a stream what was written. An item ends where the next one begins."""
         for run in part.runs:
-            told, self._runs = self._runs, joined([*self._runs, run])
-            if len(self._runs) > len(told):
-                yield from self._end_item(told, "completed")
-                yield from self._opened(len(told), run)
+            if self._runs and self._runs[-1][0].kind == run.kind != "call":
+                self._runs[-1].append(run)
+            else:
+                yield from self._end_item("completed")
+                self._runs.append([run])
+                yield from self._opened(len(self._runs) - 1, run)
             yield self._more(len(self._runs) - 1, run)
 
     def end(self, parts: list[Part]) -> Iterable[dict[str, Any]]:
         answer = self.whole(parts)
-        yield from self._end_item(self._runs, answer["status"])
+        yield from self._end_item(answer["status"])
         kind, number = f"response.{answer['status']}", next(self._numbers)
         yield {"type": kind, "sequence_number": number, "response": answer}
 
@@ -165,9 +167,9 @@ class Responses(Chat):
         failed = {"status": "failed", "error": {"code": code or "server_error", "message": words}}
         return error | {"type": "response.failed", "response": failed}
 
-    def _end_item(self, runs, status):
-        if runs:
-            yield from self._closed(len(runs) - 1, runs[-1], status)
+    def _end_item(self, status):
+        if self._runs:
+            yield from self._closed(len(self._runs) - 1, *joined(self._runs[-1]), status)
 
     def _item(self, number, run, status="in_progress"):
         item = {"id": f"{self.head['id']}_{number}", "status": status} | HEADS[run.kind]
