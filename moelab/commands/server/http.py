@@ -64,8 +64,8 @@ def _error(dialect, error):
     status = 503 if passes else getattr(error, "status", 500)
     words = describe(error) if status == 500 else shorten(error, 1000)
     logging.log(logging.ERROR if status >= 500 else logging.INFO, words)
-    where = getattr(error, "param", None), status, getattr(error, "code", None)
-    return dialect.error(words, *where), status
+    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    return dialect.error(words, param, status, code), status
 
 
 class _Endpoint:
@@ -144,11 +144,7 @@ class _Endpoint:
     def _check(self, body, tell):
         """Check a body, and put the request or the error on the queue."""
         try:
-            try:
-                body = parsed(body)
-            except ValueError as error:
-                raise Refused(f"body: {error}") from None
-            tell(self.dialect(body, self.served))
+            tell(self.dialect(parsed(body), self.served))
         except (Exception, SystemExit) as error:
             tell(error.with_traceback(None))  # which would keep the body
 

@@ -50,17 +50,18 @@ def _expect(is_so, name, expected, got):
         raise Refused(f"{name}: expected {expected}, got {shorten(got, 100)!r}", name)
 
 
-def parsed(text: bytes) -> dict[str, Any]:
+def parsed(text: bytes, where: str = "body: ") -> dict[str, Any]:
     """Read an object in JSON. Half a character, where a client cut a text, becomes U+FFFD."""
     try:
         return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
     except ValidationError as error:
-        raise ValueError(f"expected an object in JSON: {error.errors()[0]['msg']}") from None
+        words = error.errors()[0]["msg"]
+    raise Refused(f"{where}expected an object in JSON: {words}")  # without what keeps the text
 
 
 def _arguments(value):
     """Read a call's arguments, which may be a text in JSON or nothing."""
-    return parsed((value or "{}").encode()) if isinstance(value, str | None) else value
+    return parsed((value or "{}").encode(), "") if isinstance(value, str | None) else value
 
 
 @lru_cache
