@@ -327,7 +327,7 @@ def servers_parser():
         (chat, mlx_lm.chat.setup_arg_parser, {"--pipeline"}),
         (cache_prompt, mlx_lm.cache_prompt.setup_arg_parser, set()),
         (serve, servers_parser,
-         {"--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
+         {"--max-tokens", "--num-draft-tokens", "--top-k", "--pipeline", "--allowed-origins",
           "--chat-template-args", "--use-default-chat-template"}),
     ],
 )  # fmt: skip
