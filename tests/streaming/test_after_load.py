@@ -122,10 +122,11 @@ def test_a_resident_model_saves_what_mlx_lm_saves(hybrid, tmp_path):
 
 
 def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
-    """Every keyword of the installed version, with its default; two are moelab's own."""
+    """Every keyword of the installed version, with its default; four are moelab's own."""
     theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
     assert next(iter(ours)) == next(iter(theirs))
-    assert ours.keys() - theirs.keys() == {"config", "group"} and not theirs.keys() - ours.keys()
+    own = {"config", "group", "draft", "texts"}
+    assert ours.keys() - theirs.keys() == own and not theirs.keys() - ours.keys()
     assert all(ours[name].default == parameter.default for name, parameter in theirs.items())
     given = {"return_config": True, "tokenizer_config": {}, "lazy": False}
     model, _, config = moelab.load(random_tiny_moe, **given)
