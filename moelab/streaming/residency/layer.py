@@ -138,7 +138,7 @@ class LayerSlots:
 
     def of_rank(self, experts: Iterable[int]) -> list[int]:
         """The experts among these that are this rank's."""
-        return [e for e in experts if self.owned is None or self.owned[e]]
+        return [*experts] if self.owned is None else [e for e in experts if self.owned[e]]
 
     def missing(self, experts: Iterable[int]) -> list[int]:
         """The rank's experts among these that are in no slot."""
@@ -225,6 +225,8 @@ class LayerSlots:
         Reads that have not begun are cancelled. Needed experts that are still on their way are
         awaited, and the table holds them already, so that none is evicted.
         """
+        if not self.ahead:
+            return
         groups, self.ahead, needed = self.ahead, [], set(needed)
         every = needed.union(*(group.slots | group.others for group in groups))
         wait = self.is_copied or not self.table.fits(every)

@@ -1,7 +1,7 @@
 """``Residency`` knows which experts of each layer are in memory."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -36,26 +36,22 @@ class Pairs:
     """The (token, expert) pairs of a call whose routing is ``[..., K]``."""
 
     def __init__(self, routed: np.ndarray):
-        self.shape, self._flat = routed.shape, routed.ravel().tolist()
-        self._places = {}  # of each expert's pairs in the call, in order of first use
+        self.shape, self.size, self._flat = routed.shape, routed.size, routed.ravel().tolist()
+        self.needed = [*dict.fromkeys(self._flat)]  # the distinct experts, in order of first use
+
+    @cached_property
+    def _places(self):
+        """The places of each expert's pairs in the call."""
+        places = {e: [] for e in self.needed}
         for i, e in enumerate(self._flat):
-            self._places.setdefault(e, []).append(i)
-
-    @property
-    def size(self) -> int:
-        """The number of pairs."""
-        return len(self._flat)
-
-    @property
-    def needed(self) -> list[int]:
-        """The distinct experts, in order of first use."""
-        return [*self._places]
+            places[e].append(i)
+        return places
 
     def of(self, arrived: Arrived) -> tuple[np.ndarray, np.ndarray]:
         """The places in the call of the pairs whose experts arrived, and the slot of each."""
-        places = range(self.size)
-        if not arrived.is_all:
-            places = [i for e in arrived.slots for i in self._places[e]]
+        if arrived.is_all:
+            return np.arange(self.size), np.array([arrived.slots[e] for e in self._flat])
+        places = [i for e in arrived.slots for i in self._places[e]]
         return np.array(places), np.array([arrived.slots[self._flat[i]] for i in places])
 
 
@@ -92,8 +88,14 @@ class Residency:
         layer.report()
         layer.collect(needed)
         self._look(i, needed, pairs.size)
-        table, after = layer.table, None
-        at_once = table.fits(needed) and len(layer.missing(needed)) <= layer.most
+        table, after, missing = layer.table, None, len(layer.missing(needed))
+        at_once = table.fits(needed) and missing <= layer.most
+        if at_once and not missing and not layer.awaited:
+            held, _ = layer.choose(needed)
+            if some := layer.unread()[: self._top_k]:
+                layer.read(table.choose(some)[1])  # one that has all need not wait for routing
+            yield Arrived(held, layer.bank, is_all=True)
+            return
         order = needed if at_once else [*chain(*table.waves(needed))]
         while order or layer.awaited:
             ready, flying = {}, [e for group in layer.awaited for e in group.slots]
@@ -106,8 +108,6 @@ class Residency:
                 layer.begin(misses)
                 ready = {e: slot for e, slot in hits.items() if e not in flying}
             if now and at_once and not self._in_parts(layer):
-                if not misses:  # read some: a layer with all experts need not wait for routing
-                    layer.read(table.choose(layer.unread()[: self._top_k])[1])
                 yield self._all(layer, hits | misses, pairs.size)
                 return
             if ready or not layer.is_copied:
