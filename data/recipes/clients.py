@@ -1,0 +1,212 @@
+"""Real clients against the server of ``serve``, with a model whose answers are scripted.
+
+    python data/recipes/clients.py [codex] [ai-sdk] [langchain] [pydantic-ai] [aider]
+
+Each client is fetched by npm or pip into an environment of its own under build/clients. The model
+thinks, calls two tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read
+a file, change it and run a command, aider to change a file, the others to run the tool that is
+called. Prints a table: client, version, what it did; ends with 1 if one failed.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from speaker import CALL, USAGE, Speaker, speaking  # noqa: E402
+
+from moelab.commands.server.ask import Part  # noqa: E402
+
+BUILD, LONG, SILENCE_S = ROOT / "build" / "clients", "done " * 2000, 30
+TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # of those that have a tool f
+AI_SDK = """
+import { generateText, streamText, tool, stepCountIs } from 'ai';
+import { createOpenAI } from '@ai-sdk/openai';
+import { createAnthropic } from '@ai-sdk/anthropic';
+import { z } from 'zod';
+globalThis.AI_SDK_LOG_WARNINGS = false;
+const options = { baseURL: process.argv[2], apiKey: 'x' };
+const openai = createOpenAI(options), anthropic = createAnthropic(options);
+const inputSchema = z.object({ a: z.any() }), stopWhen = stepCountIs(4);
+const prompt = 'x', m = 'default_model';
+const tools = { f: tool({ description: 'Do', inputSchema, execute: async () => 'ok' }) };
+const models = { responses: openai(m), chat: openai.chat(m), messages: anthropic(m) };
+for (const [name, model] of Object.entries(models)) {
+  const whole = await generateText({ model, tools, prompt, stopWhen });
+  const stream = streamText({ model, tools, prompt, stopWhen });
+  let text = ''; for await (const piece of stream.textStream) text += piece;
+  const steps = [whole.steps.length, (await stream.steps).length];
+  console.log(name, 'steps', ...steps, 'characters', whole.text.length, text.length);
+  if (whole.text !== LONG || !text.endsWith(LONG) || steps.some((n) => n !== 2)) process.exit(1);
+}
+"""
+LANGCHAIN = """
+import sys
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+def f(a: list) -> str:
+    "Do."
+    return "ok"
+for responses in (False, True):
+    model = ChatOpenAI(
+        model="default_model", base_url=sys.argv[1], api_key="x", use_responses_api=responses
+    ).bind_tools([f])
+    said = [HumanMessage("x"), model.invoke("x")]
+    said += [ToolMessage(f(**call["args"]), tool_call_id=call["id"]) for call in said[1].tool_calls]
+    text = "".join(piece.text for piece in model.stream(said))
+    print("responses" if responses else "chat", len(said) - 2, "calls,", len(text), "characters")
+    assert len(said) == 4 and text == LONG
+"""
+PYDANTIC_AI = """
+import sys
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+calls, provider = [], OpenAIProvider(base_url=sys.argv[1], api_key="x")
+agent = Agent(OpenAIChatModel("default_model", provider=provider))
+@agent.tool_plain
+def f(a: list) -> str:
+    calls.append(a)
+    return "ok"
+text = agent.run_sync("x").output
+print("chat", len(calls), "calls,", len(text), "characters")
+assert len(calls) == 2 and text.strip() == LONG.strip()
+"""
+
+
+class Scripted(Speaker):
+    """An engine that says one turn after the other, and is once silent before the last one."""
+
+    def __init__(self, turns):
+        super().__init__()
+        self._turns, self._next = turns, 0
+
+    def _write(self, tell):
+        self._next += 1
+        if self._next == len(self._turns):
+            time.sleep(SILENCE_S)
+        for said in self._turns[(self._next - 1) % len(self._turns)]:
+            tell(Part(said))
+        tell(Part(finish="stop", usage=USAGE))
+
+
+def ran(*command, **given):
+    """Run a command and return its lines; what it says on stderr is shown if it fails."""
+    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True} | given
+    done = subprocess.run([*map(str, command)], timeout=900, **given)
+    if done.returncode:
+        raise OSError(
+            f"{command[0]}: {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
+        )
+    return done.stdout.strip().splitlines()
+
+
+def of_npm(*packages):
+    """Install packages; returns their folder and the first one's version."""
+    folder = BUILD / packages[0].replace("/", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    ran("npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *packages)
+    package = folder / "node_modules" / packages[0] / "package.json"
+    return folder, json.loads(package.read_text())["version"]
+
+
+def of_pip(*packages):
+    """Install packages; returns the folder of their commands and the first one's version."""
+    folder, name = BUILD / packages[0], packages[0].split("[")[0]
+    ran(sys.executable, "-m", "venv", folder)
+    ran(folder / "bin" / "pip", "install", "-q", *packages)
+    asked = f"import importlib.metadata as m; print(m.version({name!r}))"
+    return folder / "bin", ran(folder / "bin" / "python", "-c", asked)[0]
+
+
+def a_file(folder):
+    file = Path(tempfile.mkdtemp(dir=folder)) / "a.txt"
+    file.write_text("hello\n")
+    return file
+
+
+def codex():
+    folder, version = of_npm("@openai/codex")
+    file = a_file(folder)
+
+    def call(command):
+        said = {"name": "exec_command", "arguments": {"cmd": command}}
+        return f"<tool_call>{json.dumps(said)}</tool_call>"
+
+    both = [call("sed -i s/hello/bye/ a.txt"), call("ls")]
+    turns = [["I read it. ", call("cat a.txt")], ["<think>Hm</think>", *both], [LONG]]
+    with speaking(engine=Scripted(turns)) as url:
+        here = f'{{name="here", base_url="{url}", stream_idle_timeout_ms=10000}}'
+        options = [
+            "-m",
+            "default_model",
+            "-c",
+            "model_provider=here",
+            "-c",
+            f"model_providers.here={here}",
+        ]
+        options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        command = folder / "node_modules" / ".bin" / "codex"
+        home = os.environ | {"CODEX_HOME": str(file.parent)}
+        said = "\n".join(ran(command, "exec", *options, "change a.txt", cwd=file.parent, env=home))
+    assert file.read_text() == "bye\n" and LONG.strip() in said, said[-500:]
+    return version, ["responses: read, changed, two calls at once, 2,000 words"]
+
+
+def ai_sdk():
+    folder, version = of_npm("ai", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")
+    (folder / "try.mjs").write_text(AI_SDK.replace("LONG", json.dumps(LONG)))
+    with speaking(engine=Scripted(TURNS)) as url:
+        return version, ran("node", folder / "try.mjs", url)
+
+
+def of_python(code, *packages):
+    def client():
+        folder, version = of_pip(*packages)
+        with speaking(engine=Scripted(TURNS)) as url:
+            return version, ran(folder / "python", "-c", code.replace("LONG", repr(LONG)), url)
+
+    return client
+
+
+def aider():
+    folder, version = of_pip("aider-chat")
+    file = a_file(folder)
+    options = ["--no-git", "--yes", "--edit-format", "whole", "--no-show-model-warnings"]
+    options += ["--no-check-update", "--analytics-disable", "--model", "openai/default_model"]
+    with speaking(engine=Scripted([["a.txt\n```\nbye\n```\n"]])) as url:
+        options += ["--openai-api-base", url, "--openai-api-key", "x"]
+        ran(folder / "aider", *options, "--message", "change a.txt", file, cwd=file.parent)
+    assert file.read_text() == "bye\n", file.read_text()
+    return version, ["chat: changed a file"]
+
+
+CLIENTS = {
+    "codex": codex,
+    "ai-sdk": ai_sdk,
+    "langchain": of_python(LANGCHAIN, "langchain-openai"),
+    "pydantic-ai": of_python(PYDANTIC_AI, "pydantic-ai-slim[openai]"),
+    "aider": aider,
+}
+
+
+def main():
+    failed = 0
+    for name in sys.argv[1:] or CLIENTS:
+        try:
+            version, said = CLIENTS[name]()
+        except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
+            version, said, failed = "failed", [str(error)[-1500:]], 1
+        for line in said:
+            print(f"{name:12s} {version:10s} {line}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
