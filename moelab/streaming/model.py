@@ -257,9 +257,11 @@ def tokenizer_of(
     path: Path, tokenizer_config: dict | None = None, eos_token_ids: int | list[int] | None = None
 ) -> TokenizerWrapper:
     """Load the tokenizer of a model folder, and check that it makes tokens of a text."""
-    names = ("tokenizer.json", "tokenizer_config.json")
-    files = {name: read_json(path / name) for name in names if (path / name).exists()}
-    newer = (path / "chat_template.jinja").exists() or files.get(names[1], {}).get("chat_template")
+    if (path / "tokenizer.json").exists():
+        read_json(path / "tokenizer.json")  # checked and not kept, as a vocabulary is large
+    config = path / "tokenizer_config.json"
+    config = read_json(config) if config.exists() else {}
+    newer = (path / "chat_template.jinja").exists() or config.get("chat_template")
     older = path / "chat_template.json"  # transformers reads it for a processor of images only
     if older.exists() and not newer:
         template = {"chat_template": read_json(older, {"chat_template": str})["chat_template"]}
