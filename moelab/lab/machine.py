@@ -28,7 +28,7 @@ READ_NBYTES = 1 << 20  # about one expert of a large model
 
 
 def _cpu_name() -> str:
-    """The processor's name, as the system says it; else LLVM's, as neoverse-v2."""
+    """The processor's name from the system, or from LLVM where the system has none."""
     kind = code.llvm.get_host_cpu_name() if code.llvm else ""
     return HERE.cpu_name() or f"{platform.machine()} {kind}".strip()
 

@@ -11,6 +11,8 @@ from mlx_lm.models.switch_layers import (
 
 from .. import kernels
 
+SORTED_ROWS = 64  # SwitchGLU sorts so many rows (token, expert pairs) or more by their expert
+
 
 class FusedSwitchGLU(nn.Module):
     """``SwitchGLU`` with gate and up in one projection ``[S, 2F, D]``: a ``gather_qmm`` less."""
@@ -23,7 +25,7 @@ class FusedSwitchGLU(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         x = mx.expand_dims(x, (-2, -3))
-        idx, do_sort = indices, indices.size >= 64  # SwitchGLU's own threshold
+        idx, do_sort = indices, indices.size >= SORTED_ROWS
         if do_sort:
             x, idx, inv_order = _gather_sort(x, indices)
         gate, up = mx.split(self.gate_up_proj(x, idx, sorted_indices=do_sort), 2, axis=-1)

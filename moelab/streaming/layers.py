@@ -15,13 +15,11 @@ import numpy as np
 from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
 from .cuda import on_cuda, on_metal
-from .fused import can_fuse
+from .fused import SORTED_ROWS, can_fuse
 from .handover import FEW_TOKENS
 from .residency.bank import SlotBank
 from .residency.residency import Arrived, Pairs
 from .session import Session
-
-SORTED_ROWS = 64  # SwitchGLU sorts so many rows (token, expert pairs) or more by their expert
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
@@ -108,7 +106,7 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # All experts' reads may be left to CUDA, which then computes all rows at once.
+            # CUDA may compute the whole call at once, not in parts that ``Parts`` pads.
             E = self.num_experts
             least = kernel_rows(flat.size, E, E, self.quantized)[0] if on_cuda() else 0
             pairs = np.append(mine, mine[-1:].repeat(max(0, least - len(mine))))

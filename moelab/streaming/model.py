@@ -262,7 +262,7 @@ def tokenizer_of(
     config = path / "tokenizer_config.json"
     config = read_json(config) if config.exists() else {}
     newer = (path / "chat_template.jinja").exists() or config.get("chat_template")
-    older = path / "chat_template.json"  # transformers reads it for a processor of images only
+    older = path / "chat_template.json"  # transformers takes it for models of images only
     if older.exists() and not newer:
         template = {"chat_template": read_json(older, {"chat_template": str})["chat_template"]}
         tokenizer_config = template | (tokenizer_config or {})

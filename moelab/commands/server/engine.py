@@ -55,7 +55,7 @@ class _Text:
 
     @property
     def size(self) -> int:
-        """The tokens of which it needs the caches; without a limit, those that come soon."""
+        """The tokens that its caches must hold; of a text without a limit, the next ones."""
         is_open, ended = self.ask.is_open, self.prompt_size + self.ask.max_tokens
         return min(len(self.tokens) + PART, ended) if is_open else ended
 
@@ -241,7 +241,7 @@ class Engine:
                 text.cache = text.uid = None  # so that they are not kept
                 begun = text.ask.is_open and len(text.tokens) > text.prompt_size
                 if begun and isinstance(e, MemoryError):
-                    text.say("length")  # it goes on as far as memory allows
+                    text.say("length")  # a text without a limit ends where memory does
                 else:
                     text.tell(e)
                 self._end(text)

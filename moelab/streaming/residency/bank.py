@@ -188,7 +188,7 @@ def can_empty() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """How an expert lies in a slot so that reads past the page cache land there, in whole blocks.
+    """The layout of a slot into which the disk writes whole blocks, past the page cache.
 
     In a repacked file an expert is one range, in a published one each parameter is a range. A slot
     has room for all blocks of the disk that a range touches. If the range begins equally far from

@@ -92,8 +92,9 @@ class Residency:
         at_once = table.fits(needed) and missing <= layer.most
         if at_once and not missing and not layer.awaited:
             held, _ = layer.choose(needed)
+            # With every expert held, no call waits for its routing.
             if some := layer.unread()[: self._top_k]:
-                layer.read(table.choose(some)[1])  # one that has all need not wait for routing
+                layer.read(table.choose(some)[1])
             yield Arrived(held, layer.bank, is_all=True)
             return
         order = needed if at_once else [*chain(*table.waves(needed))]
