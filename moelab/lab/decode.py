@@ -80,7 +80,7 @@ def decode(
         return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
     def scheduled(y):
-        y = step(y if fed is None else mx.array([next(fed)]))
+        y = step(y if fed is None else mx.array([next(fed)], mx.uint32))
         mx.async_eval(y)
         return y
 
