@@ -19,10 +19,10 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import PROMPT, STREAMED, TINY_MOE, greedy_logits
 from families import E, K
 from faults import edit_header, patch_preadv, read_in_threads
 from fuzzing import is_closed, num_open
-from greedy import greedy_logits
 from mlx_lm.generate import generate_step
 
 import moelab
@@ -34,10 +34,7 @@ from moelab.streaming.config import ENVIRONMENT, OPTIONS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency import layer
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
-PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 generate = partial(greedy_logits, prompt=PROMPT, steps=4)
 
 

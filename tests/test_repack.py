@@ -11,8 +11,8 @@ from unittest.mock import Mock
 import families
 import numpy as np
 import pytest
+from common import PROMPT, greedy_logits
 from families import COMMON_VARIANTS, EVERY_VARIANT, E
-from greedy import greedy_logits
 
 import moelab
 from moelab import repack as repack_module
@@ -25,8 +25,6 @@ from moelab.streaming.facts import ModelFacts
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native
 from moelab.streaming.reading.reader import Reader
-
-PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 
 
 def assert_same_answer(path, out, modes):

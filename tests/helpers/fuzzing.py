@@ -25,9 +25,9 @@ from pathlib import Path
 import families
 import mlx.core as mx
 import numpy as np
+from common import PROMPT, greedy_logits
 from draft_files import target, write_draft
 from faults import edit_header
-from greedy import greedy_logits
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
@@ -38,7 +38,6 @@ from moelab.repack import repack
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming.model import load_model
 
-PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 STEPS = 6
 MAX_MESSAGE = 1000  # characters of an error message
 MEMORY_NBYTES = 24 << 30  # of address space for a case

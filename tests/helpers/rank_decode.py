@@ -4,7 +4,7 @@ import hashlib
 
 import mlx.core as mx
 import numpy as np
-from greedy import greedy_logits
+from common import greedy_logits
 
 import moelab
 from moelab.streaming.model import load_model

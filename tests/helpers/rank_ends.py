@@ -11,7 +11,7 @@ import signal
 import sys
 
 import mlx.core as mx
-from greedy import greedy_logits
+from common import greedy_logits
 
 import moelab
 from moelab.streaming import ranks

@@ -5,9 +5,8 @@ import weakref
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import near, needs_kernels
 from mlx_lm.models import base
-from near import near
-from needs import needs_kernels
 
 from moelab.kernels import attention, code, quantized, team
 from moelab.kernels.attention import eager_attention

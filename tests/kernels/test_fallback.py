@@ -8,7 +8,12 @@ from moelab.kernels import code, modules, quantized
 from moelab.streaming.model import load_model
 
 
-def test_without_llvmlite(moe, monkeypatch):
+def test_without_llvmlite_and_on_a_gpu(moe, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(modules.mx, "default_device", lambda: mx.gpu)
+        assert not kernels.available()
+        with pytest.raises(ValueError, match="for the CPU backend"):
+            kernels.check()
     monkeypatch.setattr(code, "llvm", None)
     assert not kernels.available() and not quantized.supported(4, 64, 128)
     assert StreamConfig().resolved().kernels == "mlx"
@@ -21,11 +26,4 @@ def test_without_llvmlite(moe, monkeypatch):
         assert model(mx.array([[5, 6, 7]])).shape[:2] == (1, 3)
     monkeypatch.setattr(modules.mx, "default_device", lambda: mx.cpu)
     with pytest.raises(ValueError, match="pip install llvmlite"):
-        kernels.check()
-
-
-def test_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(modules.mx, "default_device", lambda: mx.gpu)
-    assert not kernels.available()
-    with pytest.raises(ValueError, match="for the CPU backend"):
         kernels.check()

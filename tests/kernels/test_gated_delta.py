@@ -2,9 +2,8 @@
 
 import mlx.core as mx
 import pytest
+from common import near, needs_kernels
 from mlx_lm.models import gated_delta as of_mlx_lm
-from near import near
-from needs import needs_kernels
 
 from moelab.kernels import code, gated_delta, team
 

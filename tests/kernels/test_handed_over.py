@@ -12,8 +12,8 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import needs_kernels
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
-from needs import needs_kernels
 
 from moelab import StreamConfig
 from moelab.kernels import layers, modules

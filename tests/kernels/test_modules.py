@@ -8,13 +8,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from common import greedy_logits, near, needs_kernels
 from families import VOCAB, K
-from greedy import greedy_logits
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, qwen3_next
 from mlx_lm.models.switch_layers import SwitchGLU
-from near import near
-from needs import needs_kernels
 
 from moelab import StreamConfig, kernels
 from moelab.kernels import attention, experts, modules
@@ -134,7 +132,7 @@ def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, variant, tmp_p
         assert mx.abs(want).max() > 0, path_
 
 
-def test_what_does_not_fit_goes_the_way_of_mlx():
+def test_what_does_not_fit_goes_the_way_of_mlx(monkeypatch):
     fp4 = quantize(nn.Sequential(nn.Linear(64, 64)), mode="nvfp4")
     assert kernels.use(fp4) == {"fast": 0, "mlx": 1}
     # An mlx-lm module that is quantized by a mode alone does not say how many bits that means.
@@ -156,10 +154,7 @@ def test_what_does_not_fit_goes_the_way_of_mlx():
     want = nn.QuantizedLinear.__call__(fast.layers[0], x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
-
-
-def test_small_plain_matrices_and_those_on_macos_are_mlxs(monkeypatch):
-    monkeypatch.undo()
+    monkeypatch.undo()  # small plain matrices, and those on macOS
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
     assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
     monkeypatch.setattr(modules, "HERE", Mac())
@@ -196,17 +191,7 @@ def test_every_family(name, variant, tmp_path):
         assert all(map(np.array_equal, streamed, fast)), mode
 
 
-def test_half_precision_is_streamed_the_way_of_mlx(tmp_path):
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "mxfp4")
-
-    def logits(mode):
-        config = StreamConfig(mode=mode, kernels="fast", dtype="bfloat16", slots=K + 1)
-        return load_model(path, config)[0](mx.array([PROMPT]))
-
-    assert mx.array_equal(logits("fused"), logits("resident"))
-
-
-def test_auto_kernels():
+def test_auto_kernels_and_half_precision_that_is_streamed_the_way_of_mlx(tmp_path):
     def chosen(**config):
         resolved = StreamConfig(**config).resolved()
         assert resolved == dataclasses.replace(StreamConfig(**config), kernels=resolved.kernels)
@@ -215,3 +200,7 @@ def test_auto_kernels():
     assert chosen() == chosen(mode="resident") == chosen(dtype="float32") == "fast"
     assert chosen(dtype="bfloat16") == chosen(kernels="mlx") == "mlx"
     assert chosen(dtype="bfloat16", kernels="fast") == "fast"  # as asked
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "mxfp4")
+    half = dict(kernels="fast", dtype="bfloat16", slots=K + 1)
+    of = (load_model(path, StreamConfig(mode=mode, **half))[0] for mode in ("fused", "resident"))
+    assert mx.array_equal(*(model(mx.array([PROMPT])) for model in of))

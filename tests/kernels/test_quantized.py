@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from needs import needs_kernels
+from common import needs_kernels
 
 from moelab.kernels import code, quantized, team
 

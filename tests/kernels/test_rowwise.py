@@ -6,8 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from near import near
-from needs import needs_kernels
+from common import near, needs_kernels
 
 from moelab.kernels import code, rowwise, team
 

@@ -76,15 +76,13 @@ def test_no_interrupt_is_lost_where_llvm_frees_a_module(monkeypatch):
         writer.compile()
 
 
-def test_a_kernel_is_compiled_once(folder, compiled):
+def test_a_kernel_is_compiled_once_for_its_arguments_source_and_processor(
+    folder, compiled, monkeypatch
+):
     first = pack()
     assert compiled == ["_Packer"] and len(list(folder.iterdir())) == 1
     assert pack() == first and compiled == ["_Packer"]
     assert first[64:] == [sum(range(8 * i, 8 * i + 8)) for i in range(8)]
-
-
-def test_other_arguments_sources_or_processors_have_other_files(folder, compiled, monkeypatch):
-    pack()
     code.kernel_of.__wrapped__(quantized._Packer, 8, 8, 64, 1)
     monkeypatch.setattr(stored, "_origin", lambda: "another")
     pack()
@@ -119,13 +117,7 @@ def test_a_damaged_file_is_replaced(folder, compiled, how, in_time):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(folder, compiled):
-    folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    assert pack() == pack() and len(compiled) == 2 and not list(folder.iterdir())
-
-
-def test_a_file_of_another_user_is_not_used(folder, compiled, monkeypatch):
+def test_what_others_may_have_written_is_not_used(folder, compiled, monkeypatch):
     want, fstat = pack(), stored.os.fstat
 
     def of_another(number):
@@ -133,8 +125,13 @@ def test_a_file_of_another_user_is_not_used(folder, compiled, monkeypatch):
         found[stat.ST_UID] += 1
         return stored.os.stat_result(found)
 
-    monkeypatch.setattr(stored.os, "fstat", of_another)
-    assert pack() == want and len(compiled) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(stored.os, "fstat", of_another)
+        assert pack() == want and len(compiled) == 2
+    (file,) = folder.iterdir()
+    file.unlink()
+    folder.chmod(0o777)
+    assert pack() == pack() == want and len(compiled) == 4 and not list(folder.iterdir())
 
 
 def test_where_nothing_can_be_stored_kernels_are_built_each_time(tmp_path, compiled, monkeypatch):

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from common import needs_kernels
 from hypothesis import given
-from needs import needs_kernels
 
 from moelab.kernels import code, team
 from moelab.kernels.code import I64, Code

@@ -4,6 +4,7 @@ import evaluate
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import TINY_MOE
 from mlx_lm.utils import load_tokenizer
 
 import moelab
@@ -11,7 +12,6 @@ from moelab import StreamConfig
 from moelab.lab import quality
 from moelab.lab.texts import heldout_files
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 HELDOUT = heldout_files(TINY_MOE / "heldout")
 TEXTS = ["def f(x):\n    return x + 1\n" * 9, "# ünïcödé ≠ ≥ 3\nprint('日本')\n" * 4, "", "x"]
 

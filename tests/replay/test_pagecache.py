@@ -1,27 +1,114 @@
-"""The page cache and the replay against slow references: lists, the kernel, a loop."""
+"""Eviction, the page cache and the replay against slow references: lists, the kernel, a loop."""
 
 import json
 import os
 import sys
 import time
 from dataclasses import replace as changed
+from functools import cache, partial
+from itertools import combinations
 
+import mlx.core as mx
 import numpy as np
 import pytest
+from committed import ROOT
+from mlx_lm.models.cache import make_prompt_cache
 from page_cache import cached_nbytes
 
-from moelab.lab import limit, oscache
+import moelab
+from moelab.lab import limit, oscache, records
+from moelab.lab.arguments import Evicting
+from moelab.lab.route import route_by
 from moelab.replay import eviction, locality, pagecache
 from moelab.replay.costs import Costs
+from moelab.streaming.model import load_model
+from moelab.streaming.residency import table as slots
 from moelab.streaming.residency.layer import PART_NBYTES
+from moelab.streaming.residency.table import SlotTable
 from moelab.streaming.trace import Trace
-
-COSTS = Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)
-MB = 1_000_000
 
 
 def made(T=60, L=3, E=16, K=4, seed=0, zipf=0.7, sticky=0.3, memory=3.0):
     return locality.synthesize(locality.Locality((zipf,), (sticky,), (memory,)), T, L, E, K, seed)
+
+
+@pytest.mark.parametrize("S", (10, 24, 56))
+def test_the_default_reads_less_than_lru_in_each_trace_that_we_have(S):
+    for path in (ROOT / "data" / "traces").glob("*.npz"):
+        experts = moelab.Trace.load(path).experts.astype(int)
+        hits = {p: eviction.held(experts, 64, S, p)[64:].sum() for p in ("lru", "lrfu")}
+        assert hits["lrfu"] > hits["lru"], path
+
+
+def fewest_misses(rows, S):
+    """By trying every choice."""
+
+    @cache
+    def best(i, content):
+        if i == len(rows):
+            return 0
+        need = frozenset(rows[i])
+        missing = len(need - content)
+        others = content - need
+        room = min(len(others), S - len(need))
+        return missing + min(
+            best(i + 1, need | frozenset(keep)) for keep in combinations(sorted(others), room)
+        )
+
+    return best(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("S", (2, 3, 4))
+def test_belady_is_the_best_there_is(seed, S):
+    t = made(T=14, L=1, E=7, K=2, seed=seed)
+    hit = eviction.held(t.experts, 7, S, "belady")
+    assert (~hit).sum() == fewest_misses(tuple(map(tuple, t.experts[:, 0].tolist())), S)
+
+
+@pytest.mark.parametrize("policy", eviction.policies())
+def test_every_policy_on_a_recorded_trace(policy):
+    t = locality.recorded_trace("code").decode
+    rate = [eviction.held(t.experts, 64, S, policy).mean() for S in (8, 16, 32, 64)]
+    best = [eviction.held(t.experts, 64, S, "belady").mean() for S in (8, 16, 32, 64)]
+    assert (np.array(rate) <= np.array(best) + 1e-12).all()
+    if policy == "none":
+        assert rate == [0] * 4
+        return
+    seen = 1 - sum(len(np.unique(t.experts[:, i])) for i in range(8)) / t.experts.size
+    assert rate[-1] == pytest.approx(seen)  # with every slot only the first use misses
+    if policy == "lru":
+        want = locality.lru_hit_rate(t).mean(0)[[8, 16, 32, 64]]
+        np.testing.assert_allclose(rate, want, atol=0.003)
+
+
+@pytest.mark.parametrize("policy", ("lru", "lfu", "lrfu", "s3-fifo", "belady"))
+def test_the_record_of_notebook_04_is_replayed_again(policy):
+    samples, t = records.read("cpu_locality"), locality.recorded_trace("code").decode
+    for row in samples[(samples.policy == policy) & (samples.text == "code")].itertuples():
+        assert eviction.held(t.experts, 64, row.slots, policy)[64:].sum() == row.hits, row.slots
+
+
+def test_the_policy_of_the_engine():
+    policies = [moelab.StreamConfig(source=source).policy for source in ("disk", "host")]
+    assert policies[1] in slots.GPU_POLICIES, "a GPU chooses slots by itself"
+    assert policies == ["lrfu", "lru"] and Evicting(source="host", policy="lfu").policy == "lfu"
+
+
+@pytest.mark.parametrize("policy", slots.EVICTION)
+def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
+    t = made(T=30, L=8, E=64, K=8)
+    model, _ = load_model(random_tiny_moe, Evicting(slots=14, policy=policy))
+    with model, route_by(model, t.experts[:, None]):
+        cache = make_prompt_cache(model)
+        for i in range(len(t)):
+            mx.eval(model(mx.array([[i]]), cache=cache))
+        hits = moelab.stats(model).decode.hits
+    assert hits == eviction.held(t.experts, 64, 14, policy).sum()
+
+
+COSTS = Costs(0.01, 1e-4, 1e-10, 1e-9, 1e-5, 1e-4)
+MB = 1_000_000
 
 
 def reference(units, capacity, ratio):
@@ -159,15 +246,34 @@ def test_only_decoded_tokens_count():
     np.testing.assert_array_equal(a.token_s, b.token_s)
 
 
-def test_what_is_refused():
-    call = dict(trace=made(), memory_nbytes=40 * MB, slots=6, expert_nbytes=MB, costs=COSTS)
-    for wrong, match in (
-        (dict(slots=16), "16 slots in each of 3 layers take 48 MB and the rest 0 MB, of 40 MB"),
-        (dict(skip=60), "fewer tokens to skip than the 60"),
-        (dict(costs=Costs(0, 0, 0, 1e-9), direct=True), "costs of reads past the page cache"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            pagecache.replay(**call | wrong)
+def replayed(**changes):
+    usual = dict(trace=made(), memory_nbytes=40 * MB, slots=6, expert_nbytes=MB, costs=COSTS)
+    return pagecache.replay(**usual | changes)
+
+
+@pytest.mark.parametrize(
+    "call, said",
+    [
+        (lambda: eviction.held(made().experts, 16, 3), "slots: expected at least 4 .* got 3"),
+        (lambda: eviction.held(np.zeros((2, 1, 4), np.uint16), 16, 8), "distinct experts"),
+        (lambda: eviction.held(made().experts, 16, 8, "mru"), "expected one of lru.* got 'mru'"),
+        # The replay has policies that the engine does not have.
+        *(
+            (partial(SlotTable, 4, p), "one of lru, lfu, lrfu.* got ")
+            for p in ("s3-fifo", "belady")
+        ),
+        (lambda: SlotTable(4, "none"), "policy: expected one of lru, lfu, lrfu.* got "),
+        (
+            lambda: replayed(slots=16),
+            "16 slots in each of 3 layers take 48 MB and the rest 0 MB, of",
+        ),
+        (lambda: replayed(skip=60), "fewer tokens to skip than the 60"),
+        (lambda: replayed(costs=Costs(0, 0, 0, 1e-9), direct=True), "reads past the page cache"),
+    ],
+)
+def test_what_is_refused(call, said):
+    with pytest.raises(ValueError, match=said):
+        call()
 
 
 def test_past_the_page_cache_every_miss_is_read():

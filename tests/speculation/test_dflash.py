@@ -9,10 +9,10 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from common import needs_kernels
 from draft_files import D, L, V, b, target, write_draft
 from drafting import FAST, MODELS, plain, steps, texts, trained
 from mlx_lm.models.cache import make_prompt_cache
-from needs import needs_kernels
 from tiny_drafts import DRAFTS
 
 from moelab import kernels

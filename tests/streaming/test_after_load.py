@@ -13,8 +13,8 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from common import greedy_logits
 from families import K
-from greedy import greedy_logits
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchGLU

@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import PROMPT, assert_every_slot_is_there, greedy_logits
 from families import K
 from faults import patch_preadv, read_in_threads
-from greedy import greedy_logits
-from slots import assert_every_slot_is_there
 
 import moelab
 from moelab.lab.arguments import Evicting
@@ -28,7 +27,6 @@ from moelab.streaming.residency.table import EVICTION
 from moelab.streaming.session import session_of
 
 pytestmark = pytest.mark.skipif(mx.cuda.is_available(), reason="a GPU runs its own kernels")
-PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 answer = functools.partial(greedy_logits, prompt=PROMPT, steps=4)
 
 

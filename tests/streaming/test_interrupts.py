@@ -1,6 +1,5 @@
 """After an interrupt at any line of the engine the model still answers and no slot is lost."""
 
-import os
 import pkgutil
 import signal
 import subprocess
@@ -12,12 +11,11 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import FAST, assert_every_slot_is_there, greedy_logits
 from families import K
 from faults import read_in_threads
-from greedy import greedy_logits
 from interrupts import Interrupt
 from mlx_lm.models.cache import make_prompt_cache
-from slots import assert_every_slot_is_there
 
 import moelab
 from moelab import streaming
@@ -28,7 +26,6 @@ from moelab.streaming.residency import bank
 from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import SlotTable
 
-FAST = os.environ.get("MOELAB_FAST") == "1"
 SLOTS = K + 1
 FIELDS = [{}, {"prefetch": "lookahead"}, {"prefetch": "router"}, {"policy": "lfu"}]
 

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import families
 import mlx.core as mx
 import pytest
+from common import GB, LONG, MB, TINY_MOE
 from families import K
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
@@ -20,10 +21,6 @@ from moelab.streaming.handover import FEW_TOKENS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
 from moelab.streaming.session import session_of
-
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-LONG = [(31 * i + 5) % 96 for i in range(590)]
-GB, MB = 10**9, 10**6
 
 
 def parts(plan):

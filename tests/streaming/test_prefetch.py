@@ -12,13 +12,12 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import PROMPT, TINY_MOE, greedy_logits, needs_kernels
 from families import E, K
 from faults import patch_preadv, read_in_threads
-from greedy import greedy_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
-from needs import needs_kernels
 
 import moelab
 from moelab import kernels
@@ -33,9 +32,7 @@ from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 from moelab.streaming.trial import Trial
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 SLOTS = 16
-PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 PREFETCHERS = ("lookahead", "oracle", *(["router", "auto"] if modules.available() else []))
 
 

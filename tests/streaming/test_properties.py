@@ -10,12 +10,11 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import TINY_MOE, assert_every_slot_is_there, needs_kernels
 from faults import patch_preadv, read_in_threads
 from fuzzing import damage_header
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
-from needs import needs_kernels
-from slots import assert_every_slot_is_there
 
 import moelab
 from moelab.checkpoint import DTYPES, read_header
@@ -27,7 +26,6 @@ from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 FEW = settings(deadline=None, max_examples=150, derandomize=True)
 
 # The slot table

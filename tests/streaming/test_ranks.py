@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import rank_decode
 import rank_processes as ranks
+from common import TINY_MOE
 
-import moelab
 from moelab.lab.ranks import everywhere
 from moelab.streaming.ranks import RankError, Ranks, by_number
 
 HELPERS = Path(rank_decode.__file__).parent
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 # The families: with additive biases, without a shared expert, SwitchMLP.
 CASES = (
     ("tiny-moe", {"slots": 16}),

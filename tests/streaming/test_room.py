@@ -13,7 +13,7 @@ import mlx_lm
 import psutil
 import pytest
 import swap
-from greedy import greedy_logits
+from common import GB, LONG, MB, PROMPT, TINY_MOE, greedy_logits
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -26,11 +26,6 @@ from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
 from moelab.streaming.room import RESERVE_NBYTES, REST_S, SWAPPED_SHARE, WATCH_S
 from moelab.streaming.session import session_of
-
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
-LONG = [(31 * i + 5) % 96 for i in range(590)]
-GB, MB = 10**9, 10**6
 
 
 def lengths_of(session):

@@ -7,8 +7,8 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import STREAMED, TINY_MOE, greedy_logits
 from families import E, K
-from greedy import greedy_logits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -27,8 +27,6 @@ from moelab.streaming.reading.flight import Flight
 from moelab.streaming.residency import bank, layer, residency
 from moelab.streaming.session import session_of
 
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
-STREAMED = ("serial", "buffers", "stacked", "fused")
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
 
 

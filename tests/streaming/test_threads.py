@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import os
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import mlx_lm.server
 import pytest
+from common import FAST, TINY_MOE
 from families import K
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -22,8 +22,6 @@ from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming.model import load_model
 
-FAST = os.environ.get("MOELAB_FAST") == "1"
-TINY_MOE = moelab.DATA / "models" / "tiny-moe"
 PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
 PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-1]]
 
