@@ -1,20 +1,22 @@
-"""Documents and the files for pip and conda: links, numbers and requirements are right.
+"""Documents, the files for pip and conda, imports: links, numbers, requirements, rooms are right.
 
 No measured number is typed into prose: it would not follow its record. ``MEASURED`` says what
 counts as one, ``NO_PROSE`` what may stand. A setting with a unit is written as code: `100 MB/s`.
 """
 
+import ast
 import pydoc
 import re
 import shutil
 import subprocess
 import tomllib
+from graphlib import TopologicalSorter
 
 import nbformat
 import pytest
 import readme
 import yaml
-from committed import NOTEBOOKS, ROOT
+from committed import HERE, NOTEBOOKS, ROOT
 
 import moelab
 import notebooks
@@ -128,3 +130,37 @@ def test_a_first_failure_hides_no_other():
         tests = [s for s in job["steps"] if re.search("pytest|make [a-z]", s.get("run", ""))]
         assert all(step["if"] == "${{ !cancelled() }}" for step in tests[1:])
         assert all(step["run"].count("pytest") < 2 for step in tests)
+
+
+# From the top. "" is moelab's own modules, which every room may import.
+ROOMS = "__main__|lab|commands||replay|streaming speculation|experts|checkpoint kernels"
+FLOORS = {room: i for i, floor in enumerate(ROOMS.split("|")) for room in floor.split(" ")}
+
+
+def room_of(module):
+    name = module.removeprefix("moelab").removeprefix(".")
+    return max((r for r in FLOORS if f"{name}.".startswith(f"{r}.") or not r), key=len)
+
+
+def imports(path, module, modules):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            inside = [] if node.level == 0 else path.relative_to(HERE).parts[: -node.level]
+            base = ".".join([*inside, *filter(None, [node.module])])
+            names = {f"{base}.{name.name}" for name in node.names}
+            yield from (n if n in modules else base for n in names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_imports_go_down():
+    paths = {
+        ".".join(p.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in HERE.glob("moelab/**/*.py")
+        if ".ipynb_checkpoints" not in p.parts  # which JupyterLab makes
+    }
+    graph = {m: {i for i in imports(p, m, paths) if i in paths} - {m} for m, p in paths.items()}
+    TopologicalSorter(graph).prepare()  # or it names the circle
+    for module, found in graph.items():
+        for room in {room_of(imported) for imported in found} - {room_of(module), ""}:
+            assert FLOORS[room] > FLOORS[room_of(module)], f"{module} imports {room}"

@@ -28,6 +28,7 @@ def times(n):
 
 
 def test_a_hook_replaces_a_call_until_the_block_ends_or_fails():
+    """The module keeps its parameters and takes new ones; the last hook is called first."""
     module, seen = Double(), []
 
     def hook(original, *args, **kwargs):
@@ -40,14 +41,13 @@ def test_a_hook_replaces_a_call_until_the_block_ends_or_fails():
     with pytest.raises(ZeroDivisionError), hooked(module, lambda original, x: original(x) / 0):
         module(3)
     assert type(module) is Double and module(3) == 6
-
-
-def test_the_hook_that_began_last_is_called_first():
-    module = Double()
     with hooked(module, add(1)), hooked(module, times(10)):
         assert module(3) == (6 + 1) * 10
     with hooked(module, times(10)), hooked(module, add(1), innermost=True):
         assert module(3) == (6 + 1) * 10
+        assert [k for k, _ in tree_flatten(module.parameters())] == ["weight"]
+        module.update({"weight": mx.array(5.0)})
+    assert module(3) == 15
 
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)))
@@ -63,12 +63,3 @@ def test_hooks_end_in_any_order(order):
         hooks[i].remove()
         left -= amounts[i]
     assert module(3) == 6 and type(module) is Double and not hasattr(module, "_hooks")
-
-
-def test_a_hooked_module_keeps_its_parameters_and_takes_new_ones():
-    module = Double()
-    with hooked(module, add(1)):
-        assert [k for k, _ in tree_flatten(module.parameters())] == ["weight"]
-        module.update({"weight": mx.array(5.0)})
-        assert module(3) == 16
-    assert module(3) == 15

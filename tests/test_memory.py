@@ -35,7 +35,9 @@ def cgroups(tmp_path, monkeypatch):
     return write
 
 
-def test_version_2_the_tightest_group_above_decides(cgroups):
+def test_the_tightest_group_above_decides_else_the_system(cgroups):
+    cgroups("0::/", {"": {}})
+    assert memory.memory_limit() is None and memory.memory_in_cgroups() is None
     stat = f"anon {60 * MB}\ninactive_file {20 * MB}\nactive_file {10 * MB}\nslab_reclaimable {MB}"
     job = {"memory.max": 500 * MB, "memory.current": 100 * MB, "memory.stat": stat}
     above = {"memory.max": 300 * MB, "memory.current": 190 * MB, "memory.stat": "inactive_file 0"}
@@ -48,20 +50,13 @@ def test_version_2_the_tightest_group_above_decides(cgroups):
     assert memory.memory_limit() == 500 * MB
     assert memory.memory_in_cgroups() == (500 - 100 + 31) * MB
     assert memory.memory_available() == min(431 * MB, psutil.virtual_memory().available)
-
-
-def test_version_1_the_page_cache_counts_as_free(cgroups):
+    # In version 1, too, the page cache counts as free.
     stat = f"inactive_file 1\ntotal_inactive_file {30 * MB}\ntotal_active_file {20 * MB}"
     files = {"memory.limit_in_bytes": 200 * MB, "memory.usage_in_bytes": 150 * MB}
     root = {"memory.limit_in_bytes": 9223372036854771712}
     cgroups("4:memory:/a", {"memory/a": {**files, "memory.stat": stat}, "memory": root})
     assert memory.memory_limit() == 200 * MB
     assert memory.memory_in_cgroups() == 100 * MB
-
-
-def test_without_a_limit_the_system_decides(cgroups):
-    cgroups("0::/", {"": {}})
-    assert memory.memory_limit() is None and memory.memory_in_cgroups() is None
     memory.OWN_CGROUPS.unlink()  # not on Linux
     assert memory.memory_in_cgroups() is None
     assert 0 < memory.memory_available() <= psutil.virtual_memory().total

@@ -1,4 +1,4 @@
-"""Damaged files and their outcomes. ``test_fuzz.py`` runs this module in worker processes.
+"""Damaged files and their outcomes. ``test_bad_input.py`` runs this module in worker processes.
 
     python tests/helpers/fuzzing.py BASES FIRST STEP LAST
 

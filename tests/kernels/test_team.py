@@ -45,7 +45,7 @@ def test_each_piece_is_computed_once(count, pieces):
         assert (counts == n).all()
 
 
-def test_callers_in_many_threads(count):
+def test_callers_in_many_threads_and_threads_that_sleep(count):
     def many(_):
         counts = np.zeros(7, np.int64)
         for _ in range(200):
@@ -54,11 +54,6 @@ def test_callers_in_many_threads(count):
 
     with ThreadPoolExecutor(6) as pool:
         assert all((counts == 200).all() for counts in pool.map(many, range(6)))
-
-
-def test_threads_that_sleep_are_woken(count):
-    if code.num_threads() == 1:
-        pytest.skip("needs two cores")
     counts = np.zeros(2, np.int64)
     for _ in range(5):
         time.sleep(20 * team.SPIN_S)

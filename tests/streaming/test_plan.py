@@ -1,12 +1,21 @@
-"""``plan`` and ``slots="auto"``: how many slots fit, and what happens where too few do."""
+"""``plan`` and ``slots="auto"``: how many slots fit, lend their memory, are given back."""
 
+import ctypes
+import json
+import os
+import sys
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from unittest.mock import Mock
 
 import families
 import mlx.core as mx
+import mlx_lm
+import psutil
 import pytest
-from common import GB, LONG, MB, TINY_MOE
+import swap
+from common import GB, LONG, MB, PROMPT, TINY_MOE, greedy_logits
 from families import K
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
@@ -14,12 +23,16 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 import moelab
 from moelab import kernels
 from moelab.commands.drafting import open_draft
+from moelab.lab import limit
+from moelab.lab.arguments import Evicting
+from moelab.memory import PAGE_S
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.handover import FEW_TOKENS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
+from moelab.streaming.room import RESERVE_NBYTES, REST_S, SWAPPED_SHARE, WATCH_S
 from moelab.streaming.session import session_of
 
 
@@ -212,3 +225,365 @@ def test_some_memory_is_left_to_the_system(monkeypatch):
     p = moelab.plan(TINY_MOE)
     total = plans.psutil.virtual_memory().total
     assert p.system_nbytes == min(total // 10, 4 * GB) and p.memory_nbytes + p.system_nbytes < total
+
+
+def lengths_of(session):
+    """The lengths of a model's calls from now on, as they are added to this list."""
+    lengths, begin = [], session.begin
+    session.begin = lambda part, *more: (lengths.append(part.shape[1]), begin(part, *more))
+    return lengths
+
+
+def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
+    """Same logits and counters as in one call, and the same bits behind it; a batch, too."""
+    prompt = mx.array([LONG[:150]])
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        cache = make_prompt_cache(model)
+        want = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
+        mx.eval(want)
+        assert session_of(model).plan is None
+        tokens = moelab.stats(model).prefill.tokens
+    with load_model(TINY_MOE, moelab.StreamConfig(memory_nbytes=GB, context=40))[0] as model:
+        session = session_of(model)
+        assert (session.plan.prompt_tokens, session.plan.slots) == (40, 64)
+        lengths, cache = lengths_of(session), make_prompt_cache(model)
+        got = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
+        assert lengths == [37, 37, 38, 38, 9]
+        # The logits of all parts but the last are MLX's, computed when somebody wants them.
+        assert mx.allclose(got[0], want[0], atol=1e-4)
+        assert mx.array_equal(got[1], want[1]) and mx.array_equal(got[0][:, 112:], want[0][:, 112:])
+        assert moelab.stats(model).prefill.tokens == tokens == 159
+        cache = make_prompt_cache(model)  # calls that are not divided give every bit, as documented
+        calls = [model(prompt[:, i : i + 40], cache=cache) for i in range(0, 150, 40)]
+        assert mx.array_equal(mx.concatenate(calls, axis=1), want[0])
+        lengths.clear()
+        mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
+        mx.eval(model(prompt))  # without caches there is no way to go on
+        assert lengths == [15, 15, 150]
+
+
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
+@pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
+def test_slots_lend_their_memory_to_a_prompt(settings):
+    """While prompts are computed the last slots are not used; the text stays the same.
+
+    A short prompt borrows less, and a prompt's last chunk takes no slot back.
+    """
+    config = Evicting(**settings)
+
+    def text(model, look):
+        cache, tokens = make_prompt_cache(model), []
+        for step, *lengths in ((31, 150, 70), (17, 70), (13, 150)):
+            for length in lengths:
+                ids = [(step * i + 5) % 96 for i in range(length)]
+                y = model(mx.array([ids]), cache=cache)
+                look(lengths[0])
+            for _ in range(6):
+                tokens.append(y[:, -1].argmax(-1).item())
+                y = model(mx.array([tokens[-1:]]), cache=cache)
+                look(1)
+        return tokens
+
+    with load_model(TINY_MOE, replace(config, slots=60))[0] as model:
+        want = text(model, lambda tokens: None)
+    with load_model(TINY_MOE, replace(config, memory_nbytes=152 * MB))[0] as model:
+        session, used = session_of(model), set()
+        assert session.config.slots == session.plan.slots
+        few, some, many = (session.plan.slots_beside(tokens) for tokens in (150, 70, FEW_TOKENS))
+        assert 8 <= session.plan.prompt_slots <= few < some < many == session.plan.slots < 60
+
+        def look(tokens):
+            for layer in session.layers:
+                assert layer.slots.table.num_slots == {150: few, 70: some, 1: many}[tokens]
+                used.add((tokens, max(layer.slots.table.slot_of.values())))
+
+        assert text(model, look) == want
+        assert max(slot for tokens, slot in used if tokens == 150) < few
+        assert few <= max(slot for _, slot in used) < many
+
+
+@pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
+def test_text_is_the_same_past_the_page_cache(prefetch, monkeypatch):
+    prompt = LONG[:150]
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+        want = greedy_logits(model, prompt, 12)
+    monkeypatch.setattr(plans, "_memory", lambda: (50 * MB, 0))
+    monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
+    with load_model(TINY_MOE, moelab.StreamConfig(prefetch=prefetch))[0] as model:
+        assert session_of(model).reader.direct
+        assert session_of(model).plan.prompt_slots < session_of(model).plan.slots
+        for _ in range(2):
+            assert (greedy_logits(model, prompt, 12) == want).all()
+        assert (moelab.stats(model).decode.prefetch_issued > 0) == (prefetch != "none")
+
+
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
+def test_an_empty_slot_has_no_memory_and_can_be_written_again():
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+        bank = session_of(model).layers[0].slots.bank
+        for written in (7, 9):
+            for buffer in bank._buffers:
+                buffer.rows[:] = written
+            before = psutil.Process().memory_info().rss
+            bank.empty(8, 40)
+            freed = before - psutil.Process().memory_info().rss
+            assert freed > 0.8 * 32 * bank.expert_nbytes and bank.nbytes == 8 * bank.expert_nbytes
+            assert all((buffer.rows[:8] == written).all() for buffer in bank._buffers)
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Sets the bytes that a loaded model may take beside ``model``'s slots; looks at each call."""
+    monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
+
+    def set_room(model, slots, more=0):
+        session = session_of(model)
+        nbytes = slots * session.plan.facts.slot_nbytes + more
+
+        def memory_now():
+            left = nbytes - session.residency.nbytes
+            return left, left
+
+        monkeypatch.setattr("moelab.streaming.room.memory_now", memory_now)
+
+    return set_room
+
+
+@pytest.mark.parametrize("prefetch", ["none", "lookahead"])
+def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
+    """Down to K, with a line each time; used again with memory for them. The text is the same."""
+    config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
+    with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
+        want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()
+    with load_model(TINY_MOE, config)[0] as model:
+        session, used = session_of(model), []
+        greedy_logits(model, PROMPT, 1)  # the first call takes more
+        few = session.plan.call_nbytes(len(PROMPT)) + RESERVE_NBYTES + MB
+
+        def text(slots, more=few):
+            room(model, slots, more)
+            assert greedy_logits(model, PROMPT, 12).argmax(-1).tolist() == want
+            used.append(session.room.slots)
+            assert {layer.slots.table.num_slots for layer in session.layers} == {used[-1]}
+
+        text(64)
+        slots, before = session.plan.facts.slot_nbytes, mx.get_active_memory()
+        with pytest.warns(RuntimeWarning, match="memory is short") as said:
+            text(40)
+            text(8)
+            for more in (0, -MB, -2 * MB):
+                with pytest.raises(MemoryError, match="with 8 slots in each layer, the fewest"):
+                    text(8, more)
+        more = session.plan.call_nbytes(len(PROMPT)) / slots  # than what a single token takes
+        assert all(0 <= n - want <= more + 1 for n, want in zip(used, (64, 40, 8))), used
+        lines = [str(w.message) for w in said if w.category is RuntimeWarning]
+        assert "slots 64 -> " in lines[0] and "-> 8 in each layer" in lines[-1]
+        text(64, 200 * MB)
+        assert used[-1] == (64 if can_empty() else 8)
+        assert can_empty() or before - mx.get_active_memory() >= 50 * slots
+
+
+@pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
+def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
+    """With fewer slots, then in smaller parts, then between two layers; else it is refused."""
+    prompt = mx.array([LONG[:500]])
+    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+        session = session_of(model)
+        lengths = lengths_of(session)
+
+        def logits():
+            lengths.clear()
+            return model(prompt, cache=make_prompt_cache(model))[:, -1]
+
+        want, need = logits(), session.plan.call_nbytes
+        mx.eval(want)
+        room(model, 20, need(500) + RESERVE_NBYTES + MB)
+        assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
+        assert 8 < session.layers[0].slots.table.num_slots <= 22
+        room(model, 8, need(200) + MB)
+        assert mx.allclose(logits(), want, atol=1e-4) and max(lengths) <= 200 < sum(lengths)
+        room(model, 8, need(32) // 2)
+        with pytest.raises(MemoryError, match="Close other programs"):
+            logits()
+        room(model, 64, 200 * MB)
+        assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
+        model(prompt[:, :1])  # after a token all slots are there
+        many, looks = session.layers[0].slots.table.num_slots, count(1)
+        now = "moelab.streaming.room.memory_now"
+        monkeypatch.setattr(now, lambda: ((-50 if next(looks) == 3 else 200) * MB,) * 2)
+        assert mx.allclose(logits(), want, atol=1e-4)
+        assert 8 <= session.layers[0].slots.table.num_slots < many
+
+
+@pytest.mark.parametrize("empties", [True, False])
+def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch):
+    """Down to K, said once; tried again after a rest; not where pages only come back or go out."""
+    clock, swapped = [0.0], [0.0, 0.0]
+    monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
+    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+        session, cache = session_of(model), make_prompt_cache(model)
+        kept = session.room
+        if not (can_empty() or mx.metal.is_available()):
+            pytest.skip("a GPU's own memory is not swapped")
+        room(model, 64, 900 * MB)  # by the system's figures there is enough
+
+        def slots(seconds, back, out, every=WATCH_S):
+            """The slots after so many seconds of bringing back and taking away, as shares."""
+            for _ in range(round(seconds / every)):
+                clock[0] += every
+                swapped[:] = swapped[0] + back * every, swapped[1] + out * every
+                mx.eval(model(mx.array([[5]]), cache=cache))
+            assert {layer.slots.table.num_slots for layer in session.layers} == {kept.slots}
+            return kept.slots
+
+        assert slots(5, 0.01, 0.9) == slots(5, 0.9, 0.01) == slots(5, 0.01, 0.01) == 64
+        monkeypatch.setattr("moelab.streaming.room.can_empty", lambda: empties)
+        with pytest.warns(RuntimeWarning, match="swaps this model's memory: slots 64 -> ") as said:
+            first = slots(2 * WATCH_S, 0.03, 0.03)
+            assert first == (56 if empties else 48)
+            soon = slots(5, 0.03, 0.03)
+            assert soon < 40 if empties else soon == 48
+            assert slots(60, 0.03, 0.03) == session.plan.top_k == 8
+        assert len([w for w in said if w.category is RuntimeWarning]) == 1
+        assert slots(REST_S - 1, 0, 0) == 8  # a rest begins with the last time that it swapped
+        if empties and can_empty():
+            assert 8 < slots(REST_S, 0, 0) < 12
+            with pytest.warns(RuntimeWarning, match="swaps"):
+                assert slots(3, 0.03, 0.03) == 8  # the next rest is twice as long
+            assert slots(2 * REST_S - 3, 0, 0) == 8
+            assert slots(60 * REST_S, 0, 0, every=10.0) == 64
+
+
+def test_slots_that_the_user_chose_stay(monkeypatch):
+    swapped = count(1)
+    monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: (next(swapped),) * 2)
+    monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
+    monkeypatch.setattr("moelab.streaming.room.WATCH_S", 0.0)
+    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+        greedy_logits(model, PROMPT, 6)
+        assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody looked
+
+
+IN_A_CGROUP = """
+import json, sys, moelab, mlx_lm, numpy as np
+from moelab.streaming.session import session_of
+model, tokenizer = moelab.load(sys.argv[1])
+session, slots, taken = session_of(model), [], []
+text = mlx_lm.generate(model, tokenizer, sys.argv[2], max_tokens=8)
+for _ in mlx_lm.stream_generate(model, tokenizer, "def main():", max_tokens=120):
+    slots.append(session.room.slots)
+    if slots[-1] > 16:
+        taken.append(np.ones(1_500_000, np.uint8))
+print(json.dumps([session.plan.slots, session.plan.reason, text, slots]))
+"""
+
+
+def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed(limits):
+    """The limit is the process's own. A process that fills its cgroup gives slots back."""
+    text = next((TINY_MOE / "heldout").glob("*.py")).read_text()[:1200]
+    argv = [sys.executable, "-c", IN_A_CGROUP, str(TINY_MOE), text]
+    refused, few = (limit.run(argv, nbytes) for nbytes in (150 * MB, 250 * MB))
+    assert not refused.killed and refused.returncode == 1 and "DoesNotFit: " in refused.stderr
+    assert "expected at least 1" in refused.stderr.splitlines()[-1]
+    assert not few.killed and few.returncode == 0 and "memory is short" in few.stderr, few.stderr
+    planned, reason, few_text, slots = json.loads(few.stdout.splitlines()[-1])
+    assert 16 < planned <= 64 and f"slots={planned} of 64" in reason
+    assert slots == sorted(slots, reverse=True) and slots[0] > 16 >= slots[-1] >= 8
+    model, tokenizer = moelab.load(TINY_MOE)
+    with model:
+        assert mlx_lm.generate(model, tokenizer, text, max_tokens=8) == few_text
+
+
+SHRUNK = """
+import sys, moelab, mlx_lm
+from moelab.lab import limit
+from moelab.memory import memory_in_cgroups
+model, tokenizer = moelab.load(sys.argv[1])
+ids = tokenizer.encode(open(sys.argv[2]).read())
+def text(n):
+    return [r.token for r in mlx_lm.stream_generate(model, tokenizer, ids[:n], max_tokens=24)]
+text(20)
+limit.lower(int(sys.argv[3]) - memory_in_cgroups() + 29_000_000)
+print(*text(700))
+"""
+
+
+def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(limits):
+    """Between two calls, so that the next prompt may not take what was there before."""
+    file = max((TINY_MOE / "heldout").glob("*.py"))
+    argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file), str(215 * MB)]
+    done = limit.run(argv, 215 * MB)
+    assert done.returncode == 0 and "memory is short" in done.stderr, done
+    model, tokenizer = moelab.load(TINY_MOE, moelab.StreamConfig(slots=64))
+    with model:
+        ids = tokenizer.encode(file.read_text())[:700]
+        assert greedy_logits(model, ids, 23).argmax(-1).tolist() == [*map(int, done.stdout.split())]
+
+
+def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
+    """Debian has ``swapon`` and ``swapoff`` on root's PATH alone."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(swap.NoSwap, match="may not swap to a file"), swap.swapping(MB, MB):
+        pass
+
+
+@pytest.mark.skipif(
+    os.environ.get("MOELAB_SYSTEM_TESTS") != "1", reason="swaps if MOELAB_SYSTEM_TESTS=1 allows it"
+)
+def test_a_model_that_is_swapped_gives_slots_back():
+    """With a real swap file, a program that takes memory, and figures that say there is enough.
+
+    That this ends the swapping is in the record cpu_swap_35b: in so small a group the system may
+    kill the model before.
+    """
+    rows = []
+    try:
+        with (
+            swap.swapping(600 * MB, 900 * MB) as prepared,
+            swap.started(
+                prepared, "decode", TINY_MOE, swap.VARIANTS[0], 14, 0.25, hidden=True
+            ) as model,
+            swap.started(prepared, "take", 10 * MB) as other,
+        ):
+            for line in model.stdout:
+                rows.append(json.loads(line))
+                if len(rows) == 1:
+                    group = prepared.group
+                    held = next(group.glob("memory.current"), group / "memory.usage_in_bytes")
+                    prepared.move(int(held.read_text()))
+                if rows[-1]["slots"] < rows[0]["slots"]:
+                    return
+                if rows[-1]["faults"] * PAGE_S < SWAPPED_SHARE * rows[-1]["decode_s"]:
+                    with suppress(BrokenPipeError):
+                        other.stdin.write("more\n")
+            if model.wait() < 0 or other.poll() is not None:
+                pytest.skip("the system killed a program before the model was swapped for long")
+    except (swap.NoSwap, limit.NoLimit) as e:
+        pytest.skip(str(e))
+    raise AssertionError(f"no slot was given back: {rows}")
+
+
+HOLES = """
+import ctypes, sys, moelab
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+libc.mallinfo2.restype = Info
+moelab.load(sys.argv[1], moelab.StreamConfig(memory_nbytes=int(sys.argv[2])))
+libc.free(libc.malloc(31 << 20))  # after which glibc keeps arrays of up to 31 MB in its heap
+before = libc.mallinfo2().d  # how many are mapped by themselves
+libc.malloc(30 << 20)  # larger than any hole that loading left
+print(libc.mallinfo2().d - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 counts them")
+def test_where_memory_is_short_large_arrays_are_returned_at_once():
+    sizes = GB, 155 * MB
+    assert [moelab.plan(TINY_MOE, memory_nbytes=n).slots < 64 for n in sizes] == [False, True]
+    for nbytes, mapped in zip(sizes, "01"):
+        done = limit.run([sys.executable, "-c", HOLES, str(TINY_MOE), str(nbytes)])
+        assert done.stdout.strip() == mapped, done

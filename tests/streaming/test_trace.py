@@ -46,7 +46,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("trace", (random_trace(E=256), random_trace(E=300), random_trace()[:0]))
 def test_a_file_gives_the_trace_back(tmp_path, trace):
-    """``test_fuzz.py`` damages such files."""
+    """``test_bad_input.py`` damages such files."""
     trace.save(tmp_path / "a.npz")
     same(Trace.load(tmp_path / "a.npz"), trace)
     same(trace.decode, trace[len(trace.prefill) :])
