@@ -174,18 +174,18 @@ def model_path(tmp_path_factory, tokenizer):
     )
 
 
-@pytest.fixture(scope="session")
-def moe(tmp_path_factory):
-    """A random checkpoint of two layers of attention and experts."""
-    folder = tmp_path_factory.mktemp("moe")
-    return families.write_checkpoint("qwen3_moe", folder / "qwen3_moe", "affine4")
+def written(family):
+    """A fixture: a random checkpoint of two layers of a family."""
+
+    @pytest.fixture(scope="session")
+    def path(tmp_path_factory):
+        return families.write_checkpoint(family, tmp_path_factory.mktemp("m") / family, "affine4")
+
+    return path
 
 
-@pytest.fixture(scope="session")
-def hybrid(tmp_path_factory):
-    """A random checkpoint of one recurrent layer and one with attention."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    return families.write_checkpoint("qwen3_5_moe", folder / "qwen3_5_moe", "affine4")
+moe = written("qwen3_moe")  # attention and experts
+hybrid = written("qwen3_5_moe")  # one layer is recurrent, one has attention
 
 
 @pytest.fixture

@@ -89,10 +89,7 @@ WAYS = {  # options, and the drafts with which the text is the same
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
-    """With any draft the text is mlx-lm's, and so is what is shown of the prompt.
-
-    With every draft a cache is quantized at the same token.
-    """
+    """With any draft, also where a cache is quantized; and so is what is shown of the prompt."""
     (options, drafts), k = WAYS[way], 50 if way == "sampled" else 0
     same = ["--prompt", PROMPT, "--max-tokens", 24, *options]
     wanted = theirs(capsys, monkeypatch, "--model", MODEL, *same, "--top-k", k)
@@ -262,10 +259,7 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 
 
 def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
-    """It is refused by its checksum, or by the sizes that the model's caches have.
-
-    Other numbers of the right sizes in a file without a checksum are used, which stderr says.
-    """
+    """Its checksum or its sizes show it; other numbers without a checksum are used and said."""
     file = tmp_path / "p.safetensors"
     more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     command("cache-prompt", *more)

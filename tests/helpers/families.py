@@ -93,10 +93,7 @@ OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's config says beyond ``COMMON``: at its top, and in its ``text_config``.
-
-    A multimodal family has ``text``, and ``COMMON`` goes there.
-    """
+    """A family's config beyond ``COMMON``: its top, and a multimodal one's ``text_config``."""
 
     config: dict = field(default_factory=dict)
     text: dict | None = None
@@ -224,10 +221,7 @@ def mentions_experts() -> set[str]:
 
 
 def discover() -> set[str]:
-    """mlx-lm's model files that have a ``Model`` and use SwitchGLU or SwitchMLP.
-
-    A file uses them if it imports one of the two, or anything from a file that uses them.
-    """
+    """mlx-lm's models that import SwitchGLU or SwitchMLP, or anything from a file that does."""
     imports, uses = {}, set()
     for name, text in MODEL_FILES.items():
         nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom)]
@@ -398,10 +392,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
 
 
 def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: int = 1) -> None:
-    """Write config.json, the weights in ``shards`` files and their index.
-
-    Neighbours in the model are in different files.
-    """
+    """Write config.json, weights in ``shards`` files, neighbours apart, and their index."""
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names, weight_map = sorted(weights), {}

@@ -306,10 +306,7 @@ right_text = cache(text)
 
 
 def model(base, damaged):
-    """The text must be the undamaged folder's, or plain mlx-lm's from the damaged one.
-
-    Some damage gives another valid model, for example another rope_theta.
-    """
+    """The undamaged folder's text, or plain mlx-lm's from the damaged one: it may be valid, too."""
     moelab.footprint(damaged)
     if (got := text(damaged)) == right_text(base):
         return "same text"

@@ -9,10 +9,7 @@ import numpy as np
 
 
 def cached_nbytes(path: Path) -> int | None:
-    """Bytes of a file, or of a model folder's tensors, that are cached; None if it cannot be known.
-
-    ``mincore`` says so: Linux answers truly only to a file's owner and to who may write it.
-    """
+    """Cached bytes of a file, or of a model's tensors; None if ``mincore`` cannot tell us."""
     mincore, cached = getattr(ctypes.CDLL(None), "mincore", None), 0
     for file in path.glob("*.safetensors") if path.is_dir() else [path]:
         size, is_own = os.path.getsize(file), os.stat(file).st_uid == os.geteuid()

@@ -14,11 +14,7 @@ PROMPT, STEPS = [(31 * i + 5) % 96 for i in range(20)], 4
 
 
 def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) -> list[tuple]:
-    """For each model and its settings what a rank finds.
-
-    That is a hash of the logits of the prompt's last token and of each token after it, ``[L, E]``
-    whether an expert was read, and hits and misses.
-    """
+    """Of each model: a hash of all logits, ``[L, E]`` what was read, hits and misses."""
     found = []
     for model_path, fields in cases:
         model, _ = load_model(model_path, moelab.StreamConfig(**fields), group=group)

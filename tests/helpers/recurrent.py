@@ -125,12 +125,7 @@ def one_by_one(model, cache, tokens):
 
 
 def play(model, cache, reference, rounds, strategy, seed=0, batch=1, vocab=V):
-    """The largest difference to plain decoding, over rounds of (tokens read, tokens kept).
-
-    ``cache`` goes through a ``Rollback``: each round reads its tokens in one pass and takes back
-    those not kept. ``reference`` reads the kept tokens one by one. The caches are compared after
-    each round.
-    """
+    """The largest difference of ``Rollback`` to plain decoding, over rounds of (read, kept)."""
     r = Rollback(model, cache, strategy)
     tokens, i, worst = ids(seed, sum(m for m, _ in rounds), batch, vocab), 0, 0.0
     for m, keep in rounds:

@@ -193,10 +193,7 @@ def test_what_a_library_replaces_is_called(mode, family, of, name, load, monkeyp
 
 
 def taken_back(model, strategy, wrong):
-    """Logits of passes of two tokens that are right and some wrong ones, which are taken back.
-
-    And how many states' memory a rollback took at most.
-    """
+    """Logits of passes whose wrong tokens are taken back, and how many states that kept at most."""
     cache, got, most = make_prompt_cache(model), [], 0
     rollback = Rollback(model, cache, strategy)
     for i in range(0, TOKENS.shape[1], 2):

@@ -47,22 +47,12 @@ def test_advice_says_what_and_why():
     roomy = advice.advise(PLAN, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
     assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
     assert roomy.layout == "packed" and roomy.config.slots <= 256
-
-
-def test_a_repack_is_advised_where_it_is_worth_it():
-    for gain, layout in (
-        (NO_GAIN, "as it is"),
-        (Gain(9, np.array([[1e9, 2e9]])), "packed"),
-        (None, "packed"),
-    ):
+    gains = (NO_GAIN, "as it is"), (Gain(9, np.array([[1e9, 2e9]])), "packed"), (None, "packed")
+    for gain, layout in gains:
         assert advice.advise(PLAN, 4e8, TRACE, READS, packed_gain=gain).layout == layout
-
-
-def test_what_cannot_run_is_refused():
-    with pytest.raises(ValueError, match="expected slots from 8 .* to 0"):
-        advice.advise(PLAN, 50e6, TRACE, READS)
-    with pytest.raises(ValueError, match="expected slots from 8"):
-        advice.advise(PLAN, 1.6e9, TRACE, READS, slots=[4])
+    for memory, slots, said in (50e6, None, "slots from 8 .* to 0"), (1.6e9, [4], "slots from 8"):
+        with pytest.raises(ValueError, match=f"expected {said}"):
+            advice.advise(PLAN, memory, TRACE, READS, slots=slots)
 
 
 def test_it_reads_past_the_page_cache_where_that_is_faster():

@@ -122,6 +122,7 @@ def test_four_times_the_experts_have_the_hit_rate_of_the_trace(name):
 
 
 def test_without_room_for_variants_a_token_takes_its_most_frequent_experts():
+    """Other tokens share kinds, with experts as popular."""
     trace = recorded_trace("code")
     routing = by_token.fit(trace, 8, 64, 8, 8192, 1024)
     token = np.bincount(trace.tokens).argmax()
@@ -129,20 +130,12 @@ def test_without_room_for_variants_a_token_takes_its_most_frequent_experts():
         counts = np.bincount(trace.experts[trace.tokens == token, layer].ravel(), minlength=64)
         assert counts[chosen].min() >= np.sort(counts)[-8]
         assert (np.diff(counts[chosen]) <= 0).all() and len(set(chosen)) == 8
-
-
-def test_other_tokens_share_kinds_with_experts_as_popular():
-    trace = recorded_trace("code")
-    routing = by_token.fit(trace, 8, 64, 8, 8192, 1024)
     known = np.unique(trace.tokens)
     others = np.setdiff1d(np.arange(8192), known)
     assert not set(routing.kinds[known]) & set(routing.kinds[others])
     assert len(set(routing.kinds[known])) == len(known)
-    shares = [
-        np.bincount(routing.route(tokens).experts[:, 0].ravel(), minlength=64)
-        for tokens in (trace.tokens, others)
-    ]
-    assert np.corrcoef(*shares)[0, 1] > 0.9
+    used = (routing.route(tokens).experts[:, 0].ravel() for tokens in (trace.tokens, others))
+    assert np.corrcoef(*(np.bincount(e, minlength=64) for e in used))[0, 1] > 0.9
 
 
 @pytest.mark.parametrize("experts", [16, 48, 100, 512])

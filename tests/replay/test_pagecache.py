@@ -177,10 +177,7 @@ print(json.dumps([disk, int(stat["cache"] if "cache" in stat else stat["file"])]
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's page cache")
 def test_the_kernel_reads_what_the_model_says(limits, tmp_path):
-    """Bytes from the disk under a memory limit, to a tenth.
-
-    Skipped where no cgroup may be made, or no disk is under the folder.
-    """
+    """Bytes from the disk under a memory limit, to a tenth."""
     size, n = 1 << 20, 96
     file = tmp_path / "units"
     with open(file, "wb") as f:

@@ -88,14 +88,9 @@ def test_equals_the_paper(tmp_path, chunks, fast, small_matrices):
     np.testing.assert_allclose(got, reference(w, block, features, 8), atol=2e-5)
 
 
-def test_default_layers():
-    assert default_layer_ids(5, 36) == [1, 9, 17, 25, 33]
-    assert default_layer_ids(1, 36) == [18]
-    _, ids, _ = DRAFTS["tiny-dflash"]
-    assert default_layer_ids(4, 8) == ids
-
-
 def test_capture_hears_its_layers_and_leaves_nothing():
+    assert default_layer_ids(5, 36) == [1, 9, 17, 25, 33] and default_layer_ids(1, 36) == [18]
+    assert default_layer_ids(4, 8) == DRAFTS["tiny-dflash"][1]
     model, other = target(), target()
     ids = mx.array([[3, 1, 4, 1, 5]])
     x, outputs = model.model.embed_tokens(ids), []
@@ -135,20 +130,13 @@ OTHER_LAYERS = {"mask_token_id": 7, "target_layer_ids": [1, 2, L]}
         ({"block_size": 1}, {}, "got ValueError: a block_size of 1"),
     ],
 )
-def test_a_draft_that_does_not_fit(changes, of_target, message, tmp_path):
+def test_drafts_that_do_not_fit_and_folders_without_one(changes, of_target, message, tmp_path):
     write_draft(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
         DFlashDraft(tmp_path).bind(target(**of_target))
-
-
-def test_folders_that_hold_no_draft(tmp_path):
-    write_draft(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    for folder, said in (
-        (MODELS / "tiny-moe", "ModelDraft"),
-        (tmp_path / "nowhere", "expected a DFlash draft"),
-        (tmp_path, str(tmp_path)),
-    ):
+    no_drafts = {MODELS / "tiny-moe": "ModelDraft", tmp_path / "nowhere": "expected a DFlash draft"}
+    for folder, said in {**no_drafts, tmp_path: str(tmp_path)}.items():
         with pytest.raises(CheckpointError, match=said):
             DFlashDraft(folder)
 

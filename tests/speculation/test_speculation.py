@@ -167,10 +167,7 @@ def test_a_lookup_proposes_half_of_what_matched():
     assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four
     draft.extend(mx.array([53, 97, 51, 52]), None)
     assert draft.propose(53, 8, None).tolist() == []  # only three
-
-
-def test_a_lookup_goes_on_from_its_cache():
-    """It finds what was read before the cache was kept, and what was taken back no more."""
+    # From its cache it finds what was read before that was kept, and what was taken back no more.
     draft = LookupDraft()
     (cache,) = draft.make_cache()
     draft.bind(None, [cache])

@@ -169,12 +169,7 @@ def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, wa
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
-    """It is used again before. This also holds where a range is read in several
-    pieces, or where several kernels make the copies.
-
-    A prompt's experts are copied one after the other, behind what is computed, and the next one's
-    reads begin before one is waited for.
-    """
+    """And used again, also by ranges in pieces; the next reads begin before one is waited for."""
     begun, finish = [], layer_slots.LayerSlots.finish
 
     def watched(layer, group):

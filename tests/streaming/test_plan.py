@@ -265,10 +265,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
-    """While prompts are computed the last slots are not used; the text stays the same.
-
-    A short prompt borrows less, and a prompt's last chunk takes no slot back.
-    """
+    """A short one borrows less, and a last chunk takes no slot back; the text stays the same."""
     config = Evicting(**settings)
 
     def text(model, look):

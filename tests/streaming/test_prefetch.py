@@ -159,10 +159,7 @@ def test_lookahead_in_every_family(name, tmp_path):
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from([*EVICTION]))
 def test_reserved_slots(data, slots, policy):
-    """Whatever the order of calls and guesses, no slot holds two experts and none gets lost.
-
-    Reserving slots for a guess evicts no expert that the guess contains.
-    """
+    """No slot holds two experts, none gets lost, and no expert of a guess is evicted for it."""
     table, reserved = SlotTable(slots, policy), {}
     some = st.lists(st.integers(0, E - 1), unique=True, max_size=min(slots, E))
     for _ in range(data.draw(st.integers(1, 12))):
@@ -251,10 +248,7 @@ def test_auto_asks_nobody_while_it_is_off_and_records_nothing_anew(moe, small_ma
 
 
 def calls(trial, missing, milliseconds, num, rng):
-    """Which of so many calls prefetched: their times ``[2, num]`` without and with; their noise.
-
-    As measured: neighbours are alike, one call in fifty is disturbed.
-    """
+    """Which of so many calls prefetched, of times ``[2, num]`` without and with, and noise."""
     ons, near = np.zeros(num, int), 0.0
     for i, (m, ms) in enumerate(zip(missing, milliseconds.T)):
         ons[i], near = trial.on, 0.5 * near + rng.normal(0, 0.07)

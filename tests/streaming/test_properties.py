@@ -175,10 +175,7 @@ def truth(content):
 @settings(deadline=None, max_examples=400, derandomize=True)
 @given(sound_headers().filter(lambda sound: sound[0]), st.randoms(use_true_random=True))
 def test_header_is_refused_or_right(tmp_path_factory, sound, random):
-    """Any file gives a CheckpointError that names it, or every tensor where the header says.
-
-    Then all tensors are inside the file, and none overlaps another.
-    """
+    """An error that names the file, or every tensor where the header says, none over another."""
     header, nbytes = sound
     file = tmp_path_factory.getbasetemp() / "model.safetensors"
     write_file(file, header, bytes(i % 256 for i in range(nbytes)))
@@ -261,10 +258,7 @@ def test_a_layer_that_lost_experts_looks_for_them_again():
     reads=st.sampled_from(["cached", "direct"]),
 )
 def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, in_parts, reads):
-    """Any calls in any order, evaluated at any time, some of them with failing reads.
-
-    Every answer is the resident layer's.
-    """
+    """In any order, evaluated at any time, some reads fail: the resident layer's answers."""
     path, (name, want) = checkpoint
     config = Evicting(mode, slots, policy=policy, readers=readers, reads=reads, kernels="mlx")
     preadv, left = os.preadv, None
@@ -325,11 +319,7 @@ def resident():
     slots=st.integers(8, 40),
 )
 def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
-    """The next layer's free slots are filled, and then another may be called.
-
-    Every answer is the resident layer's. No slot gets lost, and none is read into while it is
-    computed.
-    """
+    """Free slots of the next layer are filled, another may be called: the resident's answers."""
     left, read_here = None, Reader.read_here
 
     def flaky(reader, reads):

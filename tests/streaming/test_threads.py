@@ -127,10 +127,7 @@ def in_a_process(script, *args):
 
 
 def test_a_fork_says_so(hybrid):
-    """A forked child refuses to load and to compute, and does not hang. The parent goes on.
-
-    Where nothing was computed before the fork, the child works.
-    """
+    """A child refuses to compute where its parent has, and does not hang; the parent goes on."""
     script = """
     import json, os, signal, sys
     import mlx.core as mx
