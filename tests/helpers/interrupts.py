@@ -1,5 +1,6 @@
 """An interrupt at any line of a package."""
 
+import contextlib
 import dis
 import functools
 import itertools
@@ -30,6 +31,16 @@ class Interrupt:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise KeyboardInterrupt
         return self._line
+
+
+def at_every_line(package, step, run):
+    """Interrupts ``run`` before every ``step``-th line of a package, and says where each time."""
+    for n in itertools.count(1, step):
+        with Interrupt(n, package) as interrupt, contextlib.suppress(KeyboardInterrupt):
+            run()
+        if interrupt.where is None and interrupt.left > 0:
+            return
+        yield interrupt.where
 
 
 @functools.cache

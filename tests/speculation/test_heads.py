@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cache as once
 
 import mlx.core as mx
@@ -19,7 +18,7 @@ from common import needs_kernels
 from draft_files import D, L, V, b, target, write_draft
 from drafting import FAST, MODELS, plain, steps, texts, trained
 from families import build
-from interrupts import Interrupt
+from interrupts import at_every_line
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
@@ -467,16 +466,11 @@ def test_text_and_cache_are_as_without_guesses(mode, slots, n):
 def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
     """Before every line of speculation that a prompt and its rounds run through."""
     model, draft, prompt = trained(**STREAMED), MTPDraft(HEAD), texts(2, 8)[0]
-    wanted, n = plain(model, prompt, 5), 1
-    while True:
-        with Interrupt(n, speculation) as interrupt, suppress(KeyboardInterrupt):
-            list(steps(model, prompt, draft, 3, 5))
-        if interrupt.where is None and interrupt.left > 0:
-            break
-        made = [t for t, *_ in steps(model, prompt, draft, 3, 5)]
-        assert made == wanted, interrupt.where
-        n += 97 if FAST else 1
-    assert n > 300
+    wanted, places, step = plain(model, prompt, 5), 0, 97 if FAST else 1
+    for where in at_every_line(speculation, step, lambda: steps(model, prompt, draft, 3, 5)):
+        assert [t for t, *_ in steps(model, prompt, draft, 3, 5)] == wanted, where
+        places += 1
+    assert step * places >= 300
 
 
 def test_texts_in_turn_go_on_from_their_caches_in_another_thread():

@@ -14,14 +14,7 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchRotatingKVCache,
-    KVCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models import cache as caching
 from mlx_lm.models.gated_delta import gated_delta_ops
 from recurrent import (
     DENSE,
@@ -103,7 +96,7 @@ def test_any_splits_of_the_trained_model(strategy, prompt, rounds):
 def test_a_window_that_has_wrapped(size, prompt, rounds, together):
     """A full ``RotatingKVCache`` overwrites its oldest tokens; rollback restores them."""
     model, prompt = build("qwen3_moe"), ids(4, prompt)
-    caches = [[RotatingKVCache(size) for _ in model.layers] for _ in range(2)]
+    caches = [[caching.RotatingKVCache(size) for _ in model.layers] for _ in range(2)]
     if prompt.shape[1]:
         for c in caches:
             one_by_one(model, c, prompt)
@@ -136,8 +129,11 @@ def test_quantized_keys_and_values(prompt, rounds):
     model, prompt = with_wide_heads(), ids(6, prompt)
     caches = [start(model, prompt) for _ in range(2)]
     for c in caches:
-        c[:] = [x.to_quantized(group_size=32, bits=8) if isinstance(x, KVCache) else x for x in c]
-    assert any(isinstance(x, QuantizedKVCache) for x in caches[0])
+        c[:] = [
+            x.to_quantized(group_size=32, bits=8) if isinstance(x, caching.KVCache) else x
+            for x in c
+        ]
+    assert any(isinstance(x, caching.QuantizedKVCache) for x in caches[0])
     assert play(model, *caches, rounds, "auto") <= TOLERANCE
 
 
@@ -152,10 +148,10 @@ def test_a_batch_with_left_padding(strategy):
 
     padded = []
     for _ in range(2):
-        fresh = make_prompt_cache(model)
+        fresh = caching.make_prompt_cache(model)
         for i, c in enumerate(fresh):
-            if isinstance(c, ArraysCache):
-                fresh[i] = ArraysCache(2, left_padding=[3, 0])
+            if isinstance(c, caching.ArraysCache):
+                fresh[i] = caching.ArraysCache(2, left_padding=[3, 0])
             else:
                 fresh[i] = both = type(c).merge([c, c])
                 both.left_padding, both.offset = mx.array([3, 0]), mx.array([-3, 0])
@@ -189,7 +185,7 @@ def test_restoring_without_the_accepted_tokens_drifts():
     model = tiny()
     prompt, tokens = ids(1, 20, vocab=8192), ids(2, 8, vocab=8192)
     cache, reference = start(model, prompt), start(model, prompt)
-    before = [list(c.cache) if isinstance(c, ArraysCache) else None for c in cache]
+    before = [list(c.cache) if isinstance(c, caching.ArraysCache) else None for c in cache]
     model(tokens, cache=cache)
     for c, arrays in zip(cache, before):
         if arrays is None:
@@ -283,22 +279,22 @@ def test_streamed(tmp_path):
 def test_bad_input():
     model = build("qwen3_5_moe")
     with pytest.raises(ValueError, match="strategy 'undo', expected one of auto, restore"):
-        Rollback(model, make_prompt_cache(model), "undo")
+        Rollback(model, caching.make_prompt_cache(model), "undo")
     window = build("qwen3_moe")
-    batched = [BatchRotatingKVCache(4, [0, 0]) for _ in window.layers]
+    batched = [caching.BatchRotatingKVCache(4, [0, 0]) for _ in window.layers]
     with pytest.raises(ValueError, match="BatchRotatingKVCache of 5 tokens cannot be rolled"):
         Rollback(window, batched)(ids(1, 5, 2))
     one_by_one(window, batched, ids(1, 6, 2))
     with pytest.raises(ValueError, match="BatchRotatingKVCache of 6 tokens cannot be rolled back"):
         Rollback(window, batched)
     with pytest.raises(ValueError, match=r"RotatingKVCache with keep=4 .* max_kv_size"):
-        Rollback(window, make_prompt_cache(window, max_kv_size=8))
+        Rollback(window, caching.make_prompt_cache(window, max_kv_size=8))
     own = build("deepseek_v41")
     with pytest.raises(ValueError, match="LayerCache of 0 tokens cannot be rolled back"):
-        Rollback(own, make_prompt_cache(own))
+        Rollback(own, caching.make_prompt_cache(own))
     for n in (-1, 1, 0.5):
         with pytest.raises(ValueError, match=r"expected a number from 0 to 0"):
-            Rollback(model, make_prompt_cache(model)).undo(n)
+            Rollback(model, caching.make_prompt_cache(model)).undo(n)
 
 
 def test_auto_keeps_states_while_they_are_small(monkeypatch):

@@ -14,7 +14,7 @@ import pytest
 from common import FAST, assert_every_slot_is_there, greedy_logits
 from families import K
 from faults import read_in_threads
-from interrupts import Interrupt
+from interrupts import Interrupt, at_every_line
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -51,24 +51,19 @@ def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
         config["kernels"] = "auto"
     with load_model(moe, Evicting(**config))[0] as model:
         want = answer(model)
-        n, placed = 1, 0
-        while True:
-            with Interrupt(n, streaming) as interrupt:
-                try:
-                    cache = make_prompt_cache(model)
-                    mx.eval(model(mx.array([prompt]), cache=cache))
-                    for token in (3, 90):
-                        mx.eval(model(mx.array([[token]]), cache=cache))
-                except KeyboardInterrupt:
-                    pass
-            if interrupt.where is None and interrupt.left > 0:
-                break
-            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=str(interrupt.where))
+
+        def run():
+            cache = make_prompt_cache(model)
+            mx.eval(model(mx.array([prompt]), cache=cache))
+            for token in (3, 90):
+                mx.eval(model(mx.array([[token]]), cache=cache))
+
+        places = 0
+        for where in at_every_line(streaming, 23 if FAST else 1, run):
+            np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=str(where))
             assert_every_slot_is_there(model)
-            placed += 1
-            n += 23 if FAST else 1
-        print(f"{placed} interrupts, the last at line {n}")
-        assert placed > 20
+            places += 1
+        assert places > 20
 
 
 def test_ctrl_c_while_reads_are_waited_for(moe, monkeypatch, in_time):
