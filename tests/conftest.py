@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import families
 import psutil
 import pytest
+from common import small
 from faults import read_in_threads
-from small import small
 
 from moelab import DATA, StreamConfig, synthesize
 from moelab.__main__ import main

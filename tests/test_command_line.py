@@ -22,8 +22,8 @@ import mlx_lm.cache_prompt
 import mlx_lm.chat
 import mlx_lm.server
 import pytest
+from common import small
 from mlx_lm.generate import setup_arg_parser
-from small import small
 
 import moelab
 from moelab import kernels

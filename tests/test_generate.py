@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from common import small
 from mlx_lm import cache_prompt
-from small import small
 
 import moelab
 from moelab import DATA, synthesize

@@ -17,13 +17,12 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from common import PROMPT, greedy_logits
+from common import PROMPT, greedy_logits, small
 from families import COMMON_VARIANTS, EVERY_VARIANT, E
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.qwen3_5_moe import Model, ModelArgs
 from mlx_lm.utils import quantize_model, save_model
-from small import small
 
 import moelab
 from moelab import repack as repack_module

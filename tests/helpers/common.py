@@ -1,6 +1,10 @@
-"""What many tests use: a model, prompts, greedy decoding, how near arrays are, what slots hold."""
+"""What many tests use: models, prompts, greedy decoding, what is near, in slots, cached."""
 
+import ctypes
+import json
+import mmap
 import os
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,6 +13,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from moelab import DATA, kernels
+from moelab import synthesize as S
 from moelab.streaming.session import session_of
 
 TINY_MOE = DATA / "models" / "tiny-moe"
@@ -44,3 +49,33 @@ def assert_every_slot_is_there(model: nn.Module) -> None:
         reserved = [slot for g in ahead for slot in (g.slots | g.others).values()]
         every = [*table.slot_of.values(), *table._free, *reserved]
         assert sorted(every) == list(range(table.num_slots)), layer.path
+
+
+def small(like="qwen3.5-35b-a3b"):
+    """The same family, small enough for a test."""
+    config = json.loads(json.dumps(S.CONFIGS[like]))
+    config.get("text_config", config).update(
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=64,
+        num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4,
+        linear_key_head_dim=32, linear_value_head_dim=32, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=64, shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    if "rope_parameters" in config.get("text_config", {}):
+        config["text_config"]["rope_parameters"]["mrope_section"] = [3, 3, 2]
+    return config
+
+
+def cached_nbytes(path: Path) -> int | None:
+    """Cached bytes of a file, or of a model's tensors; None if ``mincore`` cannot tell us."""
+    mincore, cached = getattr(ctypes.CDLL(None), "mincore", None), 0
+    for file in path.glob("*.safetensors") if path.is_dir() else [path]:
+        size, is_own = os.path.getsize(file), os.stat(file).st_uid == os.geteuid()
+        if mincore is None or not size or not (is_own or os.access(file, os.W_OK)):
+            return None
+        with open(file, "rb") as f:
+            mapped = np.frombuffer(mmap.mmap(f.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
+        pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+        if mincore(*map(ctypes.c_void_p, (mapped.ctypes.data, size, pages.ctypes.data))):
+            return None
+        cached += min(size, int((pages & 1).sum()) * mmap.PAGESIZE)
+    return cached

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from page_cache import cached_nbytes
+from common import cached_nbytes
 
 from moelab import DATA, StreamConfig, kernels, plan
 from moelab.checkpoint import read_json

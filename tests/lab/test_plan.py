@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import published as recipe
 import pytest
-from small import small
+from common import small
 
 import moelab
 from moelab import memory

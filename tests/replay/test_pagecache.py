@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from committed import ROOT
+from common import cached_nbytes
 from mlx_lm.models.cache import make_prompt_cache
-from page_cache import cached_nbytes
 
 import moelab
 from moelab.lab import limit, oscache, records

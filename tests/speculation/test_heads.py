@@ -18,7 +18,7 @@ from common import needs_kernels
 from draft_files import D, L, V, b, target, write_draft
 from drafting import FAST, MODELS, plain, steps, texts, trained
 from families import build
-from interrupts import at_every_line
+from faults import at_every_line
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler

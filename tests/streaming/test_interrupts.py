@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from common import FAST, assert_every_slot_is_there, greedy_logits
 from families import K
-from faults import read_in_threads
-from interrupts import Interrupt, at_every_line
+from faults import Interrupt, at_every_line, read_in_threads
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess, Popen
 from types import SimpleNamespace
 
 import families
@@ -18,15 +19,14 @@ import mlx.core as mx
 import numpy as np
 import openai
 import pytest
-import rank_decode
-import rank_processes as ranks
+import rank_work
 from common import TINY_MOE
 from in_process import complete
 
 from moelab.lab.ranks import environments, everywhere, hosts
 from moelab.streaming.ranks import RankError, Ranks, by_number
 
-HELPERS = Path(rank_decode.__file__).parent
+HELPERS = Path(rank_work.__file__).parent
 # The families: with additive biases, without a shared expert, SwitchMLP.
 CASES = (
     ("tiny-moe", {"slots": 16}),
@@ -44,6 +44,21 @@ CASES = (
 SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # of ranks that go wrong
 
 
+def start(commands: list[list[str]], folder: Path) -> list[Popen]:
+    """Start ``python`` with each list of words, as the ranks of one ring."""
+    pipes = {"stdout": PIPE, "stderr": PIPE, "text": True}
+    return [
+        Popen([sys.executable, *words], env={**os.environ, **variables}, **pipes)
+        for words, variables in zip(commands, environments(len(commands), folder))
+    ]
+
+
+def finish(processes: list[Popen], timeout_s: float = 240) -> list[CompletedProcess]:
+    """Wait for ranks; conftest.py ends those that still run after the test."""
+    outs = [p.communicate(timeout=timeout_s) for p in processes]
+    return [CompletedProcess(p.args, p.returncode, *out) for p, out in zip(processes, outs)]
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     """Where the checkpoints of ``CASES`` lie with their settings, and what one process finds."""
@@ -53,7 +68,7 @@ def cases(tmp_path_factory):
         if name not in paths:
             paths[name] = families.write_checkpoint(name, folder / name, "affine4")
     made = [(str(paths[name]), settings) for name, settings in CASES]
-    return made, rank_decode.decode(None, made)
+    return made, rank_work.decode(None, made)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -61,7 +76,7 @@ def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
     """The same logits in every mode; each expert is read by one rank, its owner."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
     chosen, (made, one) = slice(None if n == 2 else 4), cases
-    found = everywhere(n, rank_decode.decode, made[chosen])
+    found = everywhere(n, rank_work.decode, made[chosen])
     for (name, settings), (logits, read, counts), *each in zip(CASES[chosen], one, *found):
         L, E = np.shape(read)
         owners = by_number(L, E, n)
@@ -114,14 +129,14 @@ def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
     """One line on each that can say one, no later than 60 s after the start; none waits."""
     name, own, *said = WRONG[case]
     answers = (name, own) == ("one", SETTINGS)
-    program = str(HELPERS / "rank_ends.py")
+    program = str(HELPERS / "rank_work.py")
     commands = [[program, str(checkpoints["one"]), SETTINGS]]
     commands += [[program, str(checkpoints[name]), own, *[case] * answers]]
-    started = ranks.start(commands, tmp_path)
-    ended = ranks.finish(started[:1], 60)
+    started = start(commands, tmp_path)
+    ended = finish(started[:1], 60)
     if case == "SIGSTOP":
         started[1].kill()
-    ended += ranks.finish(started[1:], 60)
+    ended += finish(started[1:], 60)
     for rank, words in zip(ended, said):
         if words:
             assert rank.returncode == 1 and ("loaded" in rank.stdout) == answers, rank
@@ -138,7 +153,7 @@ def test_a_rank_that_loads_for_long(tmp_path):
     )
     loads = "while not waits.exists(): time.sleep(0.1)\ntime.sleep(2)"
     commands = [["-c", program.format(does)] for does in ("waits.touch()", loads)]
-    first, other = ranks.finish(ranks.start(commands, tmp_path), 60)
+    first, other = finish(start(commands, tmp_path), 60)
     assert first.returncode == other.returncode == 0, (first, other)
     assert first.stderr.count("rank 0 of 2 waits for the others to load") == 1
     assert "to load" not in other.stderr
@@ -193,7 +208,7 @@ def test_generate_under_mlx_launch(alone):
 def test_prompts_that_differ(tmp_path):
     """Ranks that were started with other prompts are told apart."""
     commands = [["-m", "moelab", "generate", MODEL, "--prompt", p, *OPTIONS] for p in "ab"]
-    for rank in ranks.finish(ranks.start(commands, tmp_path), 60):
+    for rank in finish(start(commands, tmp_path), 60):
         assert rank.returncode == 1 and rank.stdout == ""
         assert "moelab: prompt: expected the same on all ranks, got 'a', " in rank.stderr
 
@@ -209,7 +224,7 @@ def test_what_is_not_divided(command, monkeypatch, run):
 def served(tmp_path):
     """Two ranks that serve, and a client of rank 0."""
     command = ["-m", "moelab", "serve", MODEL, "--port", "0", "--log-level", "ERROR", *OPTIONS]
-    processes = ranks.start([command] * 2, tmp_path)
+    processes = start([command] * 2, tmp_path)
     said = ""
     while not (found := re.search(r"http://\S+/v1", said)):
         line = processes[0].stderr.readline()
@@ -233,7 +248,7 @@ def test_serve(served, alone):
         assert complete(client, PROMPT, **more).choices[0].text + "\n" == expected
     for process in processes:
         process.send_signal(signal.SIGINT)
-    assert [rank.returncode for rank in ranks.finish(processes, 30)] == [0, 0]
+    assert [rank.returncode for rank in finish(processes, 30)] == [0, 0]
 
 
 def test_a_rank_of_serve_that_is_killed(served):
@@ -245,7 +260,7 @@ def test_a_rank_of_serve_that_is_killed(served):
     begin = time.monotonic()
     with pytest.raises(openai.APIError, match="another rank has ended"):
         list(stream)
-    first, _ = ranks.finish(processes, 30)
+    first, _ = finish(processes, 30)
     said = "moelab: rank 0 of 2: another rank has ended"
     assert first.returncode == 1 and first.stderr.count(said) == 1
     assert "Traceback" not in first.stderr and time.monotonic() - begin < 15

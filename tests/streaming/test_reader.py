@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from common import cached_nbytes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from page_cache import cached_nbytes
 
 from moelab.streaming.reading import flight, native, reader
 from moelab.streaming.reading.file import File, ReadError
