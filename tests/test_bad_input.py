@@ -33,6 +33,8 @@ from fuzzing import is_closed, num_open
 from mlx_lm.generate import generate_step
 
 import moelab
+from moelab import StreamConfig, kernels
+from moelab.kernels import code, modules, quantized
 from moelab.speculation.drafts import LookupDraft
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as model_module
@@ -467,3 +469,24 @@ def test_damaged_files(tmp_path):
     assert not bad, (len(bad), CASES, *shown)
     assert {kind for kind, _ in counts} == set(fuzzing.KINDS)
     assert sum(n for (_, outcome), n in counts.items() if outcome == "refused") > CASES / 3
+
+
+def test_without_llvmlite_and_on_a_gpu(moe, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(modules.mx, "default_device", lambda: mx.gpu)
+        assert not kernels.available()
+        with pytest.raises(ValueError, match="for the CPU backend"):
+            kernels.check()
+    monkeypatch.setattr(code, "llvm", None)
+    assert not kernels.available() and not quantized.supported(4, 64, 128)
+    assert StreamConfig().resolved().kernels == "mlx"
+    asked = StreamConfig(kernels="fast")
+    assert asked.resolved() == asked
+    with pytest.raises(ValueError, match="StreamConfig.kernels: 'fast'"):
+        load_model(moe, asked)
+    with load_model(moe, StreamConfig(kernels="auto"))[0] as model:
+        assert not kernels.used(model)
+        assert model(mx.array([[5, 6, 7]])).shape[:2] == (1, 3)
+    monkeypatch.setattr(modules.mx, "default_device", lambda: mx.cpu)
+    with pytest.raises(ValueError, match="pip install llvmlite"):
+        kernels.check()

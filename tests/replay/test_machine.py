@@ -1,15 +1,21 @@
-"""``Machine``: how long a model's token takes, from a machine's rates."""
+"""How long a token takes by a machine's rates, which setting is best, reads that ranks divide."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from moelab import DATA, Trace
 from moelab.lab.experiments.page_cache import machine_and_model
 from moelab.lab.records import read
 from moelab.memory import CLIFF
+from moelab.repack import Gain
+from moelab.replay import advice, locality, ranks
+from moelab.replay.costs import Costs
+from moelab.replay.eviction import held
 from moelab.replay.machine import Machine, distinct, typical_trace
 from moelab.replay.pagecache import replay
+from moelab.streaming.ranks import by_number
 
 PLAN, _ = machine_and_model(read("cpu_costs_35b_full"))  # 40 layers of 256 experts, 19.5 GB
 FACTS = PLAN.facts
@@ -73,3 +79,107 @@ def test_a_measured_machine_gives_back_what_was_measured():
     assert again.fixed_s == pytest.approx(costs.fixed_s)
     assert again.expert_s == pytest.approx(costs.expert_s)
     assert again.direct_s_per_byte == pytest.approx(costs.direct_s_per_byte)
+
+
+PLAN_4, _ = machine_and_model(read("cpu_costs_35b"))  # 4 layers of 256 experts
+PLAN_4 = replace(PLAN_4, other_nbytes=190_000_000)
+READS = Costs(0.0, 0.0, 1e-10, 1e-9)
+NO_GAIN = Gain(9, np.array([[1e9, 1e9]]))
+FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
+TRACE = locality.synthesize(FLAT, 200, 4, 256, 8)
+
+
+def settings(memory, costs, slots):
+    return advice.replay_settings(PLAN_4, memory, TRACE, costs, [(n, "lru") for n in slots], 100)
+
+
+def test_among_equals_it_takes_the_setting_that_moves_least_or_has_the_fewest_slots():
+    equal = settings(1.5e9, replace(READS, fixed_s=10.0), [8, 60, 150])
+    assert advice.pick(equal) == (150, "lru", False)
+    assert advice.pick(equal, fewest_slots=True) == (8, "lru", False)
+
+
+def test_it_does_not_take_the_slow_middle():
+    s = settings(1.6e9, READS, [8, 80, 160])
+    ms = {n: r.mean_s for (n, *_), r in s.items()}
+    assert ms[80] > max(ms[8], ms[160])  # the page cache holds what the slots hold
+    assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
+
+
+def test_advice_says_what_and_why():
+    a = advice.advise(PLAN_4, 1.6e9, TRACE, READS, packed_gain=NO_GAIN)
+    c = a.config
+    assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True)
+    assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
+    text = str(a)
+    assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
+    assert "in one piece" in text and "resident" not in text
+    roomy = advice.advise(PLAN_4, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
+    assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
+    assert roomy.layout == "packed" and roomy.config.slots <= 256
+    gains = (NO_GAIN, "as it is"), (Gain(9, np.array([[1e9, 2e9]])), "packed"), (None, "packed")
+    for gain, layout in gains:
+        assert advice.advise(PLAN_4, 4e8, TRACE, READS, packed_gain=gain).layout == layout
+    for memory, slots, said in (50e6, None, "slots from 8 .* to 0"), (1.6e9, [4], "slots from 8"):
+        with pytest.raises(ValueError, match=f"expected {said}"):
+            advice.advise(PLAN_4, memory, TRACE, READS, slots=slots)
+
+
+def test_it_reads_past_the_page_cache_where_that_is_faster():
+    for direct_s, memory, direct in ((0.9e-9, 1e9, True), (5e-9, 1e9, False)):
+        costs = replace(READS, direct_s_per_byte=direct_s)
+        a = advice.advise(PLAN_4, memory, TRACE, costs, policy="lru")
+        assert a.direct is direct and ("reads past the page cache" in str(a)) is direct
+        assert {s.direct for s in a.settings} == {False, True}
+        assert not direct or a.config.slots == PLAN_4.fits(memory), "as many as fit, as plan says"
+    assert not advice.advise(PLAN_4, float("inf"), TRACE, costs, policy="lru").direct
+    never = advice.advise(PLAN_4, 1e9, TRACE, READS, policy="lru")
+    assert not any(s.direct for s in never.settings)
+
+
+CODE = Trace.load(DATA / "traces" / "code.npz").decode[:120]
+L, E = CODE.experts.shape[1], CODE.num_experts
+
+
+def test_one_rank_reads_what_the_replay_of_a_policy_misses():
+    found = ranks.reads(CODE.experts, by_number(L, E, 1), 16, 1)
+    np.testing.assert_array_equal(found[:, :, 0], (~held(CODE.experts, E, 16)).sum(2))
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_each_expert_is_read_by_its_rank(n):
+    """With a slot for every expert each is read once, by its owner."""
+    owners = by_number(L, E, n)
+    found = ranks.reads(CODE.experts, owners, E, n).sum(0)
+    for layer in range(L):
+        used = np.unique(CODE.experts[:, layer])
+        counts = np.bincount(owners[layer, used], minlength=n)
+        np.testing.assert_array_equal(found[layer], counts)
+
+
+def test_shared_experts_are_not_read_and_take_slots():
+    owners = by_number(L, E, 2)
+    hot = [[e for e in range(E) if e not in (0, 1)]] * L
+    experts = CODE.experts % 4
+    needed = np.sort(experts, -1)
+    needed = np.where(np.diff(needed, prepend=99) == 0, 2, needed)  # 2 is on all ranks
+    found = ranks.reads(needed, owners, E, 2, hot)
+    assert found.sum(0).max() <= 1 and found.sum() > 0
+
+
+def test_any_rank_may_read():
+    """Reads of one layer differ by one at most, and an expert that is held is not read again."""
+    found = ranks.reads(CODE.experts, None, E, 2)
+    assert (np.ptp(found, axis=2) <= 1).all()
+    distinct = sum(len(np.unique(CODE.experts[:, layer])) for layer in range(L))
+    assert found.sum() == distinct
+    waited, mean = ranks.waited(found)
+    assert mean <= waited <= ranks.waited(ranks.reads(CODE.experts, by_number(L, E, 2), E, 2))[0]
+
+
+def test_a_token_on_machines():
+    """By hand: 10 reads of 1 MB at 100 MB/s; two layers of one message of 1 ms and 3 rows."""
+    machines = ranks.Machines(2, 100e6, 1e6, 1e-3, 0.05)
+    parts = machines.parts(10, 1_000_000, 2, 3, 1000)
+    assert parts == pytest.approx({"reads": 0.1, "arithmetic": 0.05, "exchange": 2 * 0.004})
+    assert ranks.Machines(1, 1, 1, 1, 0).exchange_s(3, 1000) == 0
