@@ -145,12 +145,15 @@ def test_one_prefix_continued_three_times(family, load):
     assert all(close(a, b) for a, b in zip(*texts))
 
 
-@pytest.mark.parametrize("part", ("linear_attn", "mlp", "mlp.gate", "mlp.shared_expert", ""))
-def test_hooks_see_every_call(part, load):
+PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_expert", "")]
+
+
+@pytest.mark.parametrize("part, step", [*PARTS, ("", 4)])
+def test_hooks_see_every_call(part, step, load):
     """One on a layer, as a draft sets for each verify pass, leaves its record and its bits."""
     model, seen = load("qwen3_5_moe"), []
-    want, layer = logits(model), model.layers[0]
-    module, record = layer, layer._passes[1]
+    want, layer = logits(model, step=step), model.layers[0]
+    module, record = layer, layer._passes[step]
     for name in filter(None, part.split(".")):
         module = module[name]
 
@@ -159,10 +162,10 @@ def test_hooks_see_every_call(part, load):
         return original(*args, **kwargs)
 
     with hooked(module, hook):
-        got = logits(model)
-        assert close(got, want) and len(seen) == TOKENS.shape[1]
-        assert part or (np.array_equal(got, want) and layer._passes[1] is record)
-    assert np.array_equal(logits(model), want) and len(seen) == TOKENS.shape[1]
+        got = logits(model, step=step)
+        assert close(got, want) and len(seen) == TOKENS.shape[1] // step
+        assert part or (np.array_equal(got, want) and layer._passes[step] is record)
+    assert np.array_equal(logits(model, step=step), want) and len(seen) == TOKENS.shape[1] // step
 
 
 @pytest.mark.parametrize(
