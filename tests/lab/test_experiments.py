@@ -45,14 +45,11 @@ def test_the_host_does_one_thing_after_another(model_path):
     assert len(layers) == 4  # the model's
 
 
-def test_operations_counts_what_is_computed():
+def test_operations_are_counted_and_hooks_see_every_layer_and_leave_none(model_path):
     x = mx.ones((4,))
     mx.eval(x)
     assert dispatch.operations(mx.exp(x) * x + x) == {"Exp": 1, "Multiply": 1, "Add": 1}
     assert dispatch.operations(x.reshape(2, 2)) == {}  # a view
-
-
-def test_hooks_see_every_layer_and_leave_the_model_as_it_was(model_path):
     model, _ = load(model_path, StreamConfig(mode="resident"))
     x, seen = mx.array([[3, 4, 5]]), []
     before = np.array(model(x))
@@ -142,17 +139,14 @@ def test_peers_read_the_text_of_the_bench_and_say_its_tokens():
         assert set(made[column]) == set(ours[column])
 
 
-def test_the_record_is_what_is_predicted_now():
+def test_the_records_are_predicted_now_and_a_plan_takes_a_setting_that_does_not_swap():
     record = records.read("cpu_planned_published")
     table = published.rows()
     table = table[table.why_not == ""]
     assert len(record) == len(table) and (record.published_tok_s == table.tok_s.to_numpy()).all()
     row = table.assign(record=record.predicted_tok_s.to_numpy()).iloc[0]
     assert published.predict(row).tok_s == pytest.approx(row.record, rel=1e-3)
-
-
-def test_a_plan_takes_a_setting_that_does_not_swap():
-    """Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long."""
+    # Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long.
     record = records.read("cpu_planned_pairs")
     now = published.settings(("qwisp", "Godwit"))
     known = record[record.variant.isin(now.group)]

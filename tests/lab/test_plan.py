@@ -154,18 +154,16 @@ def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compa
     assert recorded(settings_of(found)).fits(150e6) == found.fits(150e6) == slots
 
 
-def test_what_a_plan_says_of_itself_is_the_records():
+def test_what_a_plan_says_of_itself_is_the_records_and_our_own_speeds_are_planned_now(monkeypatch):
     published = records.read("cpu_planned_published")
     sources = published.groupby(["side", "variant"]).factor.median()["left out"]
     assert (sources <= plan.FORMULA_SPREAD).mean() >= 0.8
     assert f"the worst {sources.max():.1f} times off" in plan.FORMULA_NEAR
-    assert (records.read("cpu_planned_own").factor <= plan.OWN_SPREAD).mean() > 0.8
-
-
-def test_our_own_speeds_are_those_that_are_planned_now(monkeypatch):
-    record = records.read("cpu_planned_own").set_index(["where", "variant"]).planned_tok_s
+    own = records.read("cpu_planned_own").set_index(["where", "variant"])
+    assert (own.factor <= plan.OWN_SPREAD).mean() > 0.8
     few = [own for own in recipe.OWN if own[-1] == 4]  # of 40 layers they take long
     monkeypatch.setattr(recipe, "OWN", few)
     now = recipe.own().set_index(["where", "variant"])
-    assert now.planned_tok_s.to_dict() == pytest.approx(record[now.index].to_dict(), rel=1e-3)
+    planned = own.planned_tok_s[now.index].to_dict()
+    assert now.planned_tok_s.to_dict() == pytest.approx(planned, rel=1e-3)
     assert now.factor.median() < 1.15

@@ -214,7 +214,7 @@ def test_footprint_is_what_load_takes(tmp_path, mode):
 
 @pytest.mark.parametrize(
     "variables, fields",
-    [  # and the configuration that they stand for; ``test_bad_environment`` has what is refused
+    [  # and the configuration that they stand for
         ("", {"mode": "buffers"}),
         ("MLX_MOE_STACKED=1 MLX_MOE_FUSE_GATEUP=1 SWIFTLM_TOP_K=6", {"top_k": 6}),
         ("TEND_MOE_CACHE_SLOTS=24 MLX_MOE_CACHE_SLOTS=24", {"mode": "buffers", "slots": 24}),
@@ -230,6 +230,12 @@ def test_from_env(variables, fields, monkeypatch):
         monkeypatch.setenv("TEND_MOE_CACHE_SLOTS", "16")
         with pytest.raises(ValueError, match="SLOTS=24 and TEND_MOE_CACHE_SLOTS=16.*Unset one"):
             moelab.StreamConfig.from_env()
+    for name in () if variables else ENVIRONMENT:
+        for value in ("many", "", "-1", "4294967296"):
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                with pytest.raises(ValueError, match=f"{name}: expected .*got '{value}'"):
+                    moelab.StreamConfig.from_env()
 
 
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
