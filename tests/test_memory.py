@@ -80,10 +80,10 @@ def test_on_a_gpu(monkeypatch):
 
 
 def stopped(*options):
-    """The model of a server that was started and stopped."""
+    """What was served by a server that was started and stopped."""
     _, engine = started(*options)
     engine.stop()
-    return engine.model
+    return engine.served
 
 
 def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatch):
@@ -122,8 +122,10 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
 )
 def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):
     """No more texts are begun than fit, of which a short one counts as half of a whole one."""
-    model = stopped("--memory-nbytes", *options)
-    texts = [model.plan.context] * 40
-    fit = max(n for n in range(41) if model.fits(texts[:n]))
-    assert fit in whole and model.most_texts == (most or min(32, 2 * fit))
-    assert model.fits([1] * min(40, 2 * fit)) and (fit == 40 or not model.fits([1] * (2 * fit + 1)))
+    served = stopped("--memory-nbytes", *options)
+    texts = [served.context] * 40
+    fit = max(n for n in range(41) if served.fits(texts[:n]))
+    assert fit in whole and served.most_texts == (most or min(32, 2 * fit))
+    assert served.fits([1] * min(40, 2 * fit)) and (
+        fit == 40 or not served.fits([1] * (2 * fit + 1))
+    )

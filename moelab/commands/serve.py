@@ -5,10 +5,9 @@ import logging
 import signal
 import sys
 from contextlib import nullcontext
-from math import inf
 from pathlib import Path
 
-from mlx_lm.generate import make_stop_sequences
+import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -23,7 +22,8 @@ from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, json_object, nbytes, not_empty, positive
 from .drafting import open_draft
-from .kv_cache import PromptFiles, check_kv_cache, quantized_given
+from .kv_cache import PromptFiles, check_kv_cache
+from .server.ask import Served
 from .server.engine import Engine
 from .server.prompts import Prompts
 from .stream_options import add_stream_options, say_plan, streaming_given
@@ -32,73 +32,77 @@ MOST_TOKENS = 2**31 - 1  # of a text, where a model has no limit of its own
 TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
 
 
-class Model:
-    """The model that is served, its draft, and how many texts there is memory for."""
+def load_served(
+    args: argparse.Namespace, config: StreamConfig, group: mx.distributed.Group | None = None
+) -> tuple[Served, Prompts]:
+    """Load what the command line names, its draft first, and the prompts that were kept of it."""
+    folder, path = Path(args.model), find(args.model)
+    check_kv_cache(args, config)
+    loading = arguments.loading_given(args)
+    if args.chat_template:
+        loading["tokenizer_config"]["chat_template"] = args.chat_template
+    # The draft comes before the model, whose slots take the memory that is left.
+    draft = open_draft(args.draft_model, config.kernels, args.model)
+    files = PromptFiles(args, config, draft) if args.prompt_cache_dir else None
+    is_alone = draft is not None or args.kv_bits is not None
+    texts = 1 if is_alone else _texts(args, path, config)
+    model, tokenizer = load(path, config, group=group, draft=draft, texts=texts, **loading)
+    try:
+        if draft is not None:
+            draft.bind(model)  # refuses a draft that does not fit
+    except ValueError:
+        close(model)
+        raise
+    say_plan(model)
+    session = session_of(model)
+    plan, ranks = session.plan, session.ranks
+    args.prefill_step_size = session.room.step(args.prefill_step_size)
+    caches = make_prompt_cache(model)
+    served = Served(
+        name=folder.resolve().name if folder.is_dir() else args.model,
+        args=args,
+        tokenizer=tokenizer,
+        size=vocabulary(model),
+        positions=positions(path),
+        has_states=not can_trim_prompt_cache(caches),
+        model=model,
+        draft=draft,
+        ranks=ranks,
+        is_batchable=not is_alone
+        and getattr(model, "batches", True)
+        and all(hasattr(c, "merge") for c in caches),
+    )
+    if plan is not None:
+        served.context, kept = plan.context, plan.all_caches_nbytes
+        if plan.caches_nbytes and args.kv_bits is None:
+            served.room = max(1, kept // plan.caches_nbytes)
+            served.room = min(ranks.gather(served.room)) if ranks else served.room
+        # The other texts may need all of their caches at once.
+        others = min(args.decode_concurrency, served.room) - 1 if served.is_batchable else 0
+        kept = max(0, kept - others * plan.caches_nbytes)
+    if args.prompt_cache_bytes is None:
+        args.prompt_cache_bytes = sys.maxsize if plan is None else kept
+    if ranks:  # all keep the same prompts
+        args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
+        arguments.compare_arguments(ranks, args)
+    # Prompts leave free what is reserved for caches, and what ``Room`` keeps free in each call.
+    free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
+    return served, Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free, files=files)
 
-    def __init__(self, args: argparse.Namespace, config: StreamConfig, group=None):
-        self.args, folder = args, Path(args.model)
-        # The model's name in requests and answers: that of its folder, or that on the Hub.
-        self.name = folder.resolve().name if folder.is_dir() else args.model
-        check_kv_cache(args, config)
-        loading = arguments.loading_given(args)
-        if args.chat_template:
-            loading["tokenizer_config"]["chat_template"] = args.chat_template
-        # The draft comes before the model, whose slots take the memory that is left.
-        self.draft = open_draft(args.draft_model, config.kernels, args.model)
-        self.prompt_files = PromptFiles(args, config, self.draft) if args.prompt_cache_dir else None
-        path = find(args.model)
-        room = {"draft": self.draft, "texts": self._texts(path, config)}
-        self.model, self.tokenizer = load(path, config, group=group, **room, **loading)
-        session = session_of(self.model)
-        self.plan, self.ranks = session.plan, session.ranks
-        try:
-            if self.draft is not None:
-                self.draft.bind(self.model)  # refuses a draft that does not fit
-        except ValueError:
-            close(self.model)
-            raise
-        say_plan(self.model)
-        args.prefill_step_size = session.room.step(args.prefill_step_size)
-        self.quantized = quantized_given(args)
-        caches = make_prompt_cache(self.model)
-        can_merge = getattr(self.model, "batches", True) and all(
-            hasattr(c, "merge") for c in caches
-        )
-        self.is_batchable = can_merge and self.draft is None and args.kv_bits is None
-        # No token can be taken back from a recurrent state, so states are kept where texts part.
-        self.has_states = not can_trim_prompt_cache(caches)
-        self.size, self.positions = vocabulary(self.model), positions(path)
-        self.ends = make_stop_sequences(self.tokenizer)
-        # Texts of ``context`` tokens for whose caches there is memory, and texts at once.
-        self._context, self.room = self.plan.context if self.plan else inf, inf
-        if self.plan is not None and self.plan.caches_nbytes and args.kv_bits is None:
-            room = max(1, self.plan.all_caches_nbytes // self.plan.caches_nbytes)
-            self.room = min(self.ranks.gather(room)) if self.ranks else room
-        self.most_texts = min(args.decode_concurrency, 2 * self.room)
 
-    def _texts(self, path, config):
-        """How many texts there shall be memory for: as the command line says, or as fit."""
-        args = self.args
-        if self.draft is not None or not config.asks_for_slots or args.kv_bits is not None:
-            return 1
-        alone = plan(path, config, trust_remote_code=args.trust_remote_code)
-        more = args.decode_concurrency - 1
-        if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
-            # Leave out one text that would fit, since the available memory changes.
-            slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
-            free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
-            free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
-            more = min(more, free // alone.caches_nbytes)
-        return 1 + more
-
-    def fits(self, sizes: list[int]) -> bool:
-        """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
-        return sum(max(0.5, n / self._context) for n in sizes) <= self.room  # a short one's: half
-
-    def make_cache(self, drafted: bool = True) -> list:
-        """New caches of the model and, if ``drafted``, of its draft."""
-        drafts = self.draft.make_cache() if drafted and self.draft is not None else []
-        return make_prompt_cache(self.model) + drafts
+def _texts(args, path, config):
+    """How many texts there shall be memory for: as the command line says, or as fit."""
+    if not config.asks_for_slots:
+        return 1
+    alone = plan(path, config, trust_remote_code=args.trust_remote_code)
+    more = args.decode_concurrency - 1
+    if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
+        # Leave out one text that would fit, since the available memory changes.
+        slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
+        free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
+        free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
+        more = min(more, free // alone.caches_nbytes)
+    return 1 + more
 
 
 def positions(path: Path) -> int:
@@ -114,9 +118,6 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
     try:
         from .server import http
-        from .server.completions import Chat, Completions
-        from .server.messages import CountTokens, Messages
-        from .server.responses import Responses
     except ImportError as error:
         raise ValueError(
             f"serve: expected the packages of moelab[serve], {error.name} is missing: pip install "
@@ -130,34 +131,15 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
     maybe_set_recommended_wired_limit()
     with nullcontext() if follows else http.listen(args.host, args.port) as listening:
-        model = Model(args, config, group)
-        free = _prompt_memory(model, args)
-        kept = args.prompt_cache_size, args.prompt_cache_bytes, free
-        engine = Engine(model, Prompts(*kept, files=model.prompt_files))
+        served, prompts = load_served(args, config, group)
+        engine = Engine(served, prompts)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
             engine.join()
             engine.check()
         else:
-            dialects = (Chat, Completions, Responses, Messages, CountTokens)
-            app = http.app(engine, model, dialects, args.allowed_origins)
+            app = http.app(engine, served, args.allowed_origins)
             http.Server(app, engine, listening).answer()
-
-
-def _prompt_memory(model, args):
-    """The memory of kept prompts, and what they leave free for others."""
-    plan, ranks = model.plan, model.ranks
-    if args.prompt_cache_bytes is None:
-        # The other texts may need all of their caches at once.
-        others = min(args.decode_concurrency, model.room) - 1 if model.is_batchable else 0
-        args.prompt_cache_bytes = (
-            max(0, plan.all_caches_nbytes - others * plan.caches_nbytes) if plan else sys.maxsize
-        )
-    if ranks:  # all keep the same prompts
-        args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
-        arguments.compare_arguments(ranks, args)
-    # Prompts leave free what is reserved for caches, and what ``Room`` keeps free in each call.
-    return plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,14 +1,15 @@
 """What a dialect is given of the served model, without a model; and official types, strictly."""
 
+from argparse import Namespace
 from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
 
 import pydantic
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import AutoTokenizer
 
 from moelab import DATA
+from moelab.commands.server.ask import Served
 from moelab.detokenizer import Detokenizer
 from moelab.streaming.model import tokenizer_of
 
@@ -20,9 +21,7 @@ ARGS |= {"min_p": 0.0, "num_draft_tokens": "auto", "chat_template_args": {}}
 
 def fake_served(**args):
     """The model tiny-moe, with these arguments on the command line."""
-    about = {"tokenizer": TOKENIZER, "name": "tiny-moe", "size": 8192, "has_states": False}
-    about["positions"] = 10**6
-    return SimpleNamespace(args=SimpleNamespace(**ARGS | args), **about)
+    return Served("tiny-moe", Namespace(**ARGS | args), TOKENIZER, size=8192, positions=10**6)
 
 
 @cache

@@ -9,9 +9,6 @@ from in_process import listening
 
 from moelab.commands.server import http
 from moelab.commands.server.ask import Part, Usage
-from moelab.commands.server.completions import Chat, Completions
-from moelab.commands.server.messages import CountTokens, Messages
-from moelab.commands.server.responses import Responses
 
 USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
@@ -72,7 +69,5 @@ class Speaker:
 def speaking(*said, engine=None):
     """The address of such a server, which speaks all dialects."""
     engine = engine or Speaker(*said)
-    dialects = (Chat, Completions, Responses, Messages, CountTokens)
-    app = http.app(engine, caller(), dialects, ())
-    with listening(app, engine) as url:
+    with listening(http.app(engine, caller()), engine) as url:
         yield url

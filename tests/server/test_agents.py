@@ -20,9 +20,10 @@ from pydantic import TypeAdapter
 
 from moelab.commands.server import http, requests
 from moelab.commands.server.ask import Part, Refused
-from moelab.commands.server.completions import Chat
-from moelab.commands.server.messages import Messages
-from moelab.commands.server.responses import Responses
+from moelab.commands.server.completions import CHAT
+from moelab.commands.server.messages import MESSAGES as ANTHROPIC
+from moelab.commands.server.requests import Asked
+from moelab.commands.server.responses import RESPONSES
 
 HOW = {"api_key": "none", "max_retries": 0, "timeout": 60}
 ASK = {"model": "default_model", "input": "x", "tools": agents.CODEX["tools"]}
@@ -35,7 +36,7 @@ REASON = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 class OpenAI:
     """OpenAI's client of responses."""
 
-    library, kind, types = openai, Responses, (Response, ResponseStreamEvent)
+    library, kind, types = openai, RESPONSES, (Response, ResponseStreamEvent)
     usual, conversation, length, endings = ASK, agents.CODEX, "max_output_tokens", STATUS
     asked = "input"
 
@@ -70,7 +71,7 @@ class OpenAI:
 class Anthropic:
     """Anthropic's client of messages."""
 
-    library, kind, types = anthropic, Messages, (Message, RawMessageStreamEvent)
+    library, kind, types = anthropic, ANTHROPIC, (Message, RawMessageStreamEvent)
     usual, conversation, length, endings = MESSAGES, agents.CLAUDE_CODE, "max_tokens", REASON
     asked = "messages"
 
@@ -126,8 +127,8 @@ def test_an_answer(dialect, said, items):
 @both
 def test_a_conversation(dialect):
     """The fields of Codex and Claude Code are taken, and become a chat."""
-    asked = dialect.kind(dialect.conversation, speaker.caller())
-    chat = Chat(agents.CHAT | {"stop": asked.request.stop}, speaker.caller())
+    asked = Asked(dialect.kind, dialect.conversation, speaker.caller())
+    chat = Asked(CHAT, agents.CHAT | {"stop": asked.request.stop}, speaker.caller())
     assert asked.request.messages == chat.request.messages and asked.asks == chat.asks
 
 
@@ -135,7 +136,7 @@ def test_what_the_model_cannot_use(caplog):
     """The log names each kind of tool and item once."""
     requests.leave_out.cache_clear()
     for _ in range(2):
-        OpenAI.kind(agents.CODEX, speaker.caller())
+        Asked(RESPONSES, agents.CODEX, speaker.caller())
     kinds = ("web_search", "custom", "local_shell", "tool_search")
     said = ["web_search_call", *(f"tools: {kind}" for kind in kinds)]
     assert [record.args[0] for record in caplog.records] == said
@@ -150,7 +151,7 @@ def test_a_call_in_a_namespace():
             assert (call.name, call.to_dict()["namespace"]) == ("f", "m")
         given = [user("x"), {"type": "item_reference", "id": call.id}]
         client.asks.create(**client.usual | {"input": given})
-        chat = Responses(client.usual | {"input": given}, speaker.caller()).request.messages
+        chat = Asked(RESPONSES, client.usual | {"input": given}, speaker.caller()).request.messages
     assert chat[-1]["tool_calls"][0]["function"] == {"name": "m__f", "arguments": {"a": [1, "é"]}}
 
 
@@ -205,7 +206,7 @@ THOUGHTS = [  # how hard the model thinks, and how the template has it: its effo
 @pytest.mark.parametrize("dialect, fields, said", THOUGHTS)
 def test_how_hard_a_model_thinks(dialect, fields, said):
     caller = speaker.caller()
-    (ask,) = dialect.kind(dialect.usual | fields, caller).asks
+    (ask,) = Asked(dialect.kind, dialect.usual | fields, caller).asks
     assert caller.tokenizer.decode(ask.tokens).rpartition("\n")[2] == said
 
 
@@ -260,7 +261,7 @@ REFUSED = [  # a field, and a value that would change the answer or that is none
 @pytest.mark.parametrize("dialect, field, value", REFUSED)
 def test_what_is_refused(dialect, field, value):
     with pytest.raises(Refused, match=field) as refused:
-        dialect.kind(dialect.usual | {field: value}, speaker.caller())
+        Asked(dialect.kind, dialect.usual | {field: value}, speaker.caller())
     assert refused.value.param == field
 
 
@@ -274,7 +275,7 @@ def test_errors(dialect):
         assert "invalid_request_error" in str(refused.value.body)
         with pytest.raises(client.library.APIError, match="the disk"):
             [*client.asks.create(**client.usual, stream=True)]
-    assert Responses.error("x", None, 500, None)["response"]["error"]["message"] == "x"
+    assert RESPONSES.error("x", None, 500, None)["response"]["error"]["message"] == "x"
 
 
 @both

@@ -13,7 +13,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from http import client
+from typing import ClassVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,20 +28,22 @@ from speaker import Speaker
 from moelab import DATA
 from moelab.commands.server import http, requests
 from moelab.commands.server.ask import Part
-from moelab.commands.server.completions import Chat, Completions
+from moelab.commands.server.completions import CHAT, COMPLETIONS
+from moelab.commands.server.requests import CompletionRequest
 from moelab.lab import limit
 
 
-class Dialect(Completions):
-    """Completions, each of which may take long to check."""
+class Slow(CompletionRequest):
+    """A request that may take long to check."""
 
-    busy, slow_s = 0, 0
+    busy: ClassVar = 0
+    slow_s: ClassVar = 0
 
-    def __init__(self, body, served):
-        Dialect.busy += 1
+    def read(self, served):
+        Slow.busy += 1
         time.sleep(self.slow_s)
-        Dialect.busy -= 1
-        super().__init__(body, served)
+        Slow.busy -= 1
+        return super().read(served)
 
 
 SLOW = "{% if messages[0].content == 'slow' %}" + "{% for a in range(99999) %}" * 2
@@ -51,7 +55,7 @@ def fake():
     """A client of a fake engine, which has its ``engine``; pages of one origin may ask, too."""
     engine, served = Speaker(pause_s=0.01), fake_served()
     served.tokenizer = wrapped(SLOW)
-    app = http.app(engine, served, [Dialect, Chat], ["http://a.org"])
+    app = http.app(engine, served, ["http://a.org"], [replace(COMPLETIONS, kind=Slow), CHAT])
     with listening(app, engine) as url, httpx.Client(base_url=url, timeout=30) as fake:
         fake.engine = engine
         yield fake
@@ -224,15 +228,15 @@ def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
 def test_a_client_that_hangs_up(fake, caplog, monkeypatch, slow_s, pause_s, stream):
     """While its request is checked, its prompt is read or its answer comes."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(Dialect, "slow_s", slow_s)
+    monkeypatch.setattr(Slow, "slow_s", slow_s)
     fake.engine.events, fake.engine.pause_s = [Part("x")] * 100_000, pause_s
     with connected(fake.base_url) as connection:
         connection.sendall(request_bytes(prompt="x", stream=stream))
         while pause_s == 0.01 and stream and b"data: " not in connection.recv(10_000):
             pass
-        wait_for(lambda: Dialect.busy if slow_s else fake.engine.tells)
+        wait_for(lambda: Slow.busy if slow_s else fake.engine.tells)
     wait_for(lambda: "the client has gone" in caplog.text)
-    wait_for(lambda: not Dialect.busy and len(fake.engine.ended) == len(fake.engine.tells))
+    wait_for(lambda: not Slow.busy and len(fake.engine.ended) == len(fake.engine.tells))
     assert bool(slow_s) == (not fake.engine.tells)
 
 

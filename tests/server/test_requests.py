@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import chain
 
 import mlx.core as mx
 import pytest
@@ -12,26 +13,32 @@ from in_process import user
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from moelab import DATA
-from moelab.commands.server import requests
+from moelab.commands.server import http, requests
 from moelab.commands.server.ask import Ask, Refused
-from moelab.commands.server.messages import Messages
-from moelab.commands.server.requests import ChatRequest, CompletionRequest
-from moelab.commands.server.responses import Responses
+from moelab.commands.server.completions import CHAT, COMPLETIONS
+from moelab.commands.server.requests import Asked
 
-CHAT = {"messages": [user("x")]}
+TALK = {"messages": [user("x")]}
 TEXT = {"prompt": "def f(x):"}
-BOTH = [(ChatRequest, CHAT), (CompletionRequest, TEXT)]
+BOTH = [(CHAT, TALK), (COMPLETIONS, TEXT)]
 both = pytest.mark.parametrize("kind, usual", BOTH, ids=["chat", "completions"])
 
 
+def fields_of(kind):
+    """The names of a dialect's fields."""
+    names = {name: own for own, name in kind.names.items()}
+    known = [field.alias or name for name, field in kind.kind.model_fields.items()]
+    return {names.get(name, name) for name in known}
+
+
 def asks(kind, usual, *, args=(), **fields):
-    return kind.of(usual | fields).read(fake_served(**dict(args)))[0]
+    return Asked(kind, usual | fields, fake_served(**dict(args))).asks
 
 
 @both
 def test_what_changes_nothing(kind, usual):
     """Null, which is the default, and fields without effect."""
-    known = {field.alias or name for name, field in kind.model_fields.items()}
+    known = fields_of(kind)
     nulls = dict.fromkeys({*known, "response_format", "user", "audio", "role_mapping"})
     taken = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
     taken |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
@@ -76,7 +83,7 @@ def test_several_texts(kind, usual):
     assert [ask.seed for ask in texts] == [2**64 - 2, 2**64 - 1, 0]
     assert [ask.seed for ask in asks(kind, usual, n=2)] == [None, None]
     with pytest.raises(Refused, match="n: expected at most 1024 texts"):
-        asks(CompletionRequest, {"prompt": ["x"] * 300}, n=4)
+        asks(COMPLETIONS, {"prompt": ["x"] * 300}, n=4)
 
 
 def test_prompts():
@@ -85,13 +92,13 @@ def test_prompts():
     for prompt in ("a b", ["a b", "c"], [1, 2], [[1, 2], [3]], ["a b", [3]]):
         listed = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         wanted = [encode(p) if isinstance(p, str) else p for p in listed for _ in range(2)]
-        assert [ask.tokens for ask in asks(CompletionRequest, {"prompt": prompt}, n=2)] == wanted
-    (ask,) = asks(CompletionRequest, TEXT, max_tokens=0, echo=True, logprobs=3)
+        assert [ask.tokens for ask in asks(COMPLETIONS, {"prompt": prompt}, n=2)] == wanted
+    (ask,) = asks(COMPLETIONS, TEXT, max_tokens=0, echo=True, logprobs=3)
     assert (ask.max_tokens, ask.echo, ask.logprobs) == (0, True, 3)
     for fields, most in (({}, None), ({"logprobs": True}, 0), ({"top_logprobs": 20}, 20)):
-        assert [ask.logprobs for ask in asks(ChatRequest, CHAT, **fields)] == [most]
+        assert [ask.logprobs for ask in asks(CHAT, TALK, **fields)] == [most]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    assert asks(ChatRequest, CHAT, tools=[tool], tool_choice="none") == asks(ChatRequest, CHAT)
+    assert asks(CHAT, TALK, tools=[tool], tool_choice="none") == asks(CHAT, TALK)
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}
@@ -138,18 +145,17 @@ ROWS = {name: row for row, names in ROWS for name in re.findall("`([a-z_]+)`", n
 
 
 def test_the_guide_says_what_becomes_of_each_field():
-    kinds = (ChatRequest, CompletionRequest, Responses.kind, Messages.kind)
-    done = {field.alias or key for kind in kinds for key, field in kind.model_fields.items()}
+    done = {*chain(*map(fields_of, http.DIALECTS))}
     wanted = dict.fromkeys(done, "done") | dict.fromkeys(requests.TAKEN, "no effect")
     wanted |= dict.fromkeys(requests.ONLY, "taken if")
     assert {name: row for name, row in ROWS.items() if row != "refused"} == wanted
     for name, row in ROWS.items():
         value = {"no effect": {"x": 1}, "taken if": requests.ONLY.get(name)}.get(row)
         if row in ("no effect", "taken if"):
-            assert asks(ChatRequest, CHAT | {name: value}) == asks(ChatRequest, CHAT)
+            assert asks(CHAT, TALK | {name: value}) == asks(CHAT, TALK)
         if row in ("refused", "taken if"):
             with pytest.raises(Refused, match=name):
-                asks(ChatRequest, CHAT | {name: "x"})
+                asks(CHAT, TALK | {name: "x"})
 
 
 SAID = [  # a field, a value, and what is said of it
@@ -171,7 +177,7 @@ SAID = [  # a field, a value, and what is said of it
 def test_what_a_refusal_says(field, value, said):
     """The field, what is taken and what was got, also where a field has several forms."""
     with pytest.raises(Refused) as refused:
-        asks(ChatRequest, CHAT | {field: value})
+        asks(CHAT, TALK | {field: value})
     assert str(refused.value).replace('"', "").startswith(said)
 
 
@@ -183,14 +189,14 @@ JSON = st.recursive(
     lambda of: st.lists(of, max_size=3) | st.dictionaries(st.sampled_from(KEYS), of, max_size=4),
 )
 MESSAGES = st.lists(JSON.map(lambda v: {"role": "user", **(v if isinstance(v, dict) else {})}))
-NAMES = st.sampled_from([*ChatRequest.model_fields, *CompletionRequest.model_fields, "temperature"])
+NAMES = st.sampled_from([*fields_of(CHAT), *fields_of(COMPLETIONS)])
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | MESSAGES)
 def test_any_json(body, chats, main):
     """It becomes asks that ranks can share, or an error of few words."""
-    kind, name = (ChatRequest, "messages") if chats else (CompletionRequest, "prompt")
+    kind, name = (CHAT, "messages") if chats else (COMPLETIONS, "prompt")
     try:
         made = asks(kind, {name: main} | body)
         assert made and json.dumps([vars(ask) for ask in made], allow_nan=False)

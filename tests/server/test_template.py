@@ -6,7 +6,7 @@ from in_process import user
 from mlx_lm.chat_templates import muse_spark
 
 from moelab.commands.server.ask import Refused
-from moelab.commands.server.requests import ChatRequest
+from moelab.commands.server.completions import CHAT
 from moelab.commands.server.template import chat_tokens
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -41,7 +41,7 @@ PLAIN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 
 
 def chat(tokenizer, messages, tools=None, has_states=True, **given):
-    messages = ChatRequest.of({"messages": messages}).messages
+    messages = CHAT.check({"messages": messages}).messages
     return chat_tokens(tokenizer, messages, tools, given, has_states)
 
 

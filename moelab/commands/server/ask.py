@@ -1,9 +1,21 @@
 """What the parts of the server say to each other: a text to write, and what was written of it."""
 
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ...speculation.drafts import Draft
+from ...streaming.ranks import Ranks
+
+Body = dict[str, Any]  # an object in JSON
 
 
 class Refused(ValueError):
@@ -15,13 +27,45 @@ class Refused(ValueError):
 
 
 @dataclass
+class Served:
+    """The model that is served, and the memory for its texts."""
+
+    name: str  # in requests and answers
+    args: Namespace  # the command line, which has what requests do not say
+    tokenizer: TokenizerWrapper
+    size: int  # tokens of the vocabulary
+    positions: int  # tokens of the longest text
+    has_states: bool = False  # whether its caches are such that no token can be taken back
+    model: nn.Module | None = None
+    draft: Draft | None = None
+    ranks: Ranks | None = None
+    is_batchable: bool = False
+    context: float = inf  # there is memory for the caches of so many tokens,
+    room: float = inf  # so many times
+
+    @property
+    def most_texts(self) -> int:
+        """How many texts are written at once."""
+        return min(self.args.decode_concurrency, 2 * self.room)
+
+    def fits(self, sizes: list[int]) -> bool:
+        """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
+        return sum(max(0.5, n / self.context) for n in sizes) <= self.room  # a short one's: half
+
+    def make_cache(self, drafted: bool = True) -> list:
+        """New caches of the model and, if ``drafted``, of its draft."""
+        drafts = self.draft.make_cache() if drafted and self.draft is not None else []
+        return make_prompt_cache(self.model) + drafts
+
+
+@dataclass
 class Ask:
     """One text to write after ``tokens``. All values are JSON's, since ranks share it."""
 
     tokens: list[int]
     max_tokens: int  # 0 only scores the prompt, with ``echo``
-    sampling: dict[str, Any] = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
-    penalties: dict[str, Any] = field(default_factory=dict)  # those of its make_logits_processors
+    sampling: Body = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
+    penalties: Body = field(default_factory=dict)  # those of its make_logits_processors
     seed: int | None = None  # None: random numbers of its own
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
     logprobs: int | None = None  # so many of the likeliest tokens with each token; None: nothing
@@ -89,3 +133,28 @@ def total(parts: list[Part]) -> Part:
     sums = {name: [x for part in parts for x in getattr(part, name)] for name in names}
     sums |= {"text": "".join(sums["text"]), "runs": joined(sums["runs"])}
     return replace(parts[-1], **sums)
+
+
+class Items:
+    """What a streamed answer has of items, one for each run of what was written."""
+
+    def __init__(self):
+        self._number, self._runs = -1, []  # of the item that goes on
+
+    def steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
+        """Say how items go on: ``begin``, ``more`` of one and its ``end``, or ``cut`` by a limit.
+
+        With the item's number, and its run: empty, what was added, or whole.
+        """
+        for run in part.runs:
+            if not self._runs or self._runs[0].kind != run.kind or run.kind == "call":
+                yield from self._end("end")
+                self._number, self._runs = self._number + 1, []
+                yield "begin", self._number, run._replace(text="")
+            self._runs.append(run)
+            yield "more", self._number, run
+        if part.finish:
+            yield from self._end("cut" if part.finish == "length" else "end")
+
+    def _end(self, step):
+        return ((step, self._number, run) for run in joined(self._runs))

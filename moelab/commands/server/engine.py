@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, maybe_quantize_kv_cache
+from mlx_lm.generate import BatchGenerator, make_stop_sequences, maybe_quantize_kv_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
 from ...checkpoint import describe
@@ -27,7 +27,9 @@ from ...streaming.model import close
 from ...streaming.ranks import RankError
 from ...system import HERE
 from ..drafting import shared_policy
-from .ask import Ask, Part, Refused, Token, Usage
+from ..kv_cache import quantized_given
+from .ask import Ask, Part, Refused, Served, Token, Usage
+from .prompts import Prompts
 from .text import Stops
 
 GRACE_S = 2  # the thread has so long to end when the server is stopped
@@ -100,11 +102,12 @@ class _Text:
 class Engine:
     """Computes the texts of all clients in one thread, which ``stop`` ends.
 
-    ``model`` is what is served (``serve.Model``), ``prompts`` keeps caches of earlier prompts.
+    ``prompts`` keeps caches of earlier prompts.
     """
 
-    def __init__(self, model, prompts):
-        self.model, self.prompts, self._ranks = model, prompts, model.ranks
+    def __init__(self, served: Served, prompts: Prompts):
+        self.served, self.prompts, self._ranks = served, prompts, served.ranks
+        self._quantized = quantized_given(served.args)
         self._inbox, self._numbers = queue.SimpleQueue(), itertools.count(1)
         self._tells, self._error = {}, None  # by the texts' numbers; what ended the thread
         self._texts, self._batch = {}, None  # texts by number, in the order of their last moves
@@ -113,7 +116,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def begin(self, ask: Ask, tell: Callable) -> int:
+    def begin(self, ask: Ask, tell: Callable[[Part | Exception], None]) -> int:
         """Begin a text; ``tell`` gets each ``Part`` or, as the last, an exception."""
         ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
         number = next(self._numbers)
@@ -166,14 +169,14 @@ class Engine:
                 self._end(text)
         self._batch = None
         self.prompts.close()
-        close(self.model.model)
+        close(self.served.model)
 
     def _turn(self):
         """Take new requests, compute a part or a token. Returns False if the server is stopped."""
         turn, begin = self._next(), time.monotonic()
         for number, ask in turn["new"]:
             tell = self._tells.get(number, lambda _: None)  # other ranks tell nobody
-            self._texts[number] = _Text(number, Ask(**ask), tell, self.model.tokenizer)
+            self._texts[number] = _Text(number, Ask(**ask), tell, self.served.tokenizer)
         for number in turn["gone"]:
             if text := self._texts.get(number):
                 self._try(self._end, text)
@@ -249,22 +252,22 @@ class Engine:
     def _fits(self, text):
         """Whether there is memory for a text's caches beside those of the others."""
         texts = self._at("reading", "alone", "batch")
-        fits = self.model.fits([t.size for t in [*texts, text]])
-        return not texts or (len(texts) < self.model.most_texts and fits)
+        fits = self.served.fits([t.size for t in [*texts, text]])
+        return not texts or (len(texts) < self.served.most_texts and fits)
 
     def _open(self, text):
         """Find what is known of a prompt, and where it is read."""
-        model, ask, cuts = self.model, text.ask, dict(text.ask.cuts)
+        served, ask, cuts = self.served, text.ask, dict(text.ask.cuts)
         text.tokens = ask.tokens[:]
         text.processors = make_logits_processors(**ask.penalties)
         text.sampler = _with_own_numbers(make_sampler(**ask.sampling), ask.seed)
         self.prompts.make_way()
         if not text.scores:
             text.cache, text.cached = self.prompts.fetch(text.tokens)
-            if model.has_states:
+            if served.has_states:
                 cuts = cuts or {text.prompt_size - 1: "assistant"}
                 cuts.setdefault(self.prompts.shared(text.tokens, text.cached), "system")
-        text.cache, text.read = text.cache or model.make_cache(not text.scores), text.cached
+        text.cache, text.read = text.cache or served.make_cache(not text.scores), text.cached
         text.cuts = {end: kind for end, kind in sorted(cuts.items()) if end > text.read}
         self._place(text)
 
@@ -272,9 +275,9 @@ class Engine:
         """Put a text where it goes on: its prompt is read in parts, or it is written."""
         # A text that waits for memory will soon be written, too.
         others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
-        place = "batch" if self.model.is_batchable and others else "alone"
+        place = "batch" if self.served.is_batchable and others else "alone"
         # The batch or the draft reads a short prompt.
-        drafted = self.model.draft is not None and not text.cuts
+        drafted = self.served.draft is not None and not text.cuts
         is_short = text.rest <= PART and not text.scores and (drafted or place == "batch")
         if text.rest > 0 and not is_short:
             place = "reading"
@@ -288,13 +291,13 @@ class Engine:
 
     def _insert(self, text):
         """Put a text into the batch, which reads what is unread of it."""
-        tokens, model = text.tokens, self.model
+        tokens, served = text.tokens, self.served
         if self._batch is None:
             self._batch = BatchGenerator(
-                model.model,
-                completion_batch_size=model.most_texts,
-                prefill_batch_size=model.args.prompt_concurrency,
-                prefill_step_size=model.args.prefill_step_size,
+                served.model,
+                completion_batch_size=served.most_texts,
+                prefill_batch_size=served.args.prompt_concurrency,
+                prefill_step_size=served.args.prefill_step_size,
                 stream=self._stream,
             )
         ends = [text.read, *text.cuts, len(tokens)]
@@ -305,16 +308,16 @@ class Engine:
             all_tokens=[tokens[: text.read]],
             samplers=[text.sampler],
             logits_processors=[text.processors],
-            stop_sequences=[model.ends],
+            stop_sequences=[make_stop_sequences(served.tokenizer)],
         )
         text.cache = None
         self.prompts.trim(self._batch.prompt_cache_nbytes)
 
     def _read(self, text):
         """Read the next part of a prompt; the other prompts are read before the one after it."""
-        most = min(self.model.args.prefill_step_size, SCORED if text.scores else self._most)
+        most = min(self.served.args.prefill_step_size, SCORED if text.scores else self._most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
-        if self.model.draft is not None and not text.scores:
+        if self.served.draft is not None and not text.scores:
             next(self._drafted(text, end, max_tokens=0), None)  # chooses none
             text.read = end
         else:
@@ -348,7 +351,7 @@ class Engine:
 
     def _write_alone(self, text):
         """Compute a token of a text that is not in the batch."""
-        if self.model.draft is not None:
+        if self.served.draft is not None:
             text.steps = text.steps or self._drafted(text, None, text.ask.max_tokens)
             token, logprobs, *_ = next(text.steps)
         else:
@@ -363,22 +366,22 @@ class Engine:
     def _logits(self, text, end):
         """Read a text's tokens before ``end`` into its cache. Returns the logits after each."""
         part = mx.array(text.tokens[text.read : end], mx.uint32)
-        logits = self.model.model(part[None], cache=text.cache)[0]
-        maybe_quantize_kv_cache(text.cache, **self.model.quantized)
+        logits = self.served.model(part[None], cache=text.cache)[0]
+        maybe_quantize_kv_cache(text.cache, **self._quantized)
         text.read = end
         return logits
 
     def _drafted(self, text, end, max_tokens):
         """Read a text's tokens before ``end`` (None: all) and choose those that follow."""
-        model, before = self.model, mx.array(text.tokens[: text.read], mx.uint32)
+        served, before = self.served, mx.array(text.tokens[: text.read], mx.uint32)
         mx.random.seed(text.ask.seed)  # nothing else is sampled until the text ends
         most = 0 if text.ask.echo else text.ask.num_draft_tokens
         return speculative_generate_step(
             mx.array(text.tokens[text.read : end], mx.uint32),
-            model.model,
-            model.draft,
+            served.model,
+            served.draft,
             self._stream,
-            num_draft_tokens=shared_policy(model.model, model.draft, most),
+            num_draft_tokens=shared_policy(served.model, served.draft, most),
             max_tokens=max_tokens,
             sampler=make_sampler(**text.ask.sampling),
             logits_processors=[  # which look at the whole prompt
@@ -386,8 +389,8 @@ class Engine:
                 for f in text.processors
             ],
             prompt_cache=text.cache,
-            prefill_step_size=model.args.prefill_step_size,
-            **model.quantized,
+            prefill_step_size=served.args.prefill_step_size,
+            **self._quantized,
         )
 
     def _end(self, text):

@@ -9,9 +9,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,9 +24,14 @@ from starlette.routing import Route
 from ... import interrupts
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
-from .ask import Refused, total
-from .requests import parsed
+from .ask import Refused, Served, total
+from .completions import CHAT, COMPLETIONS
+from .engine import Engine
+from .messages import COUNT_TOKENS, MESSAGES
+from .requests import Asked, Dialect, parsed
+from .responses import RESPONSES
 
+DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
 KEEPALIVE_S = 4  # in a stream that says nothing else for so long, the client hears that it goes on
 GRACE_S = 2  # at Ctrl-C, clients have so long to take what was written
@@ -39,7 +44,12 @@ UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "l
 UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
 
 
-def app(engine: Any, served: Any, dialects: list[type], origins: list[str]) -> CORSMiddleware:
+def app(
+    engine: Engine,
+    served: Served,
+    origins: Sequence[str] = (),
+    dialects: Sequence[Dialect] = DIALECTS,
+) -> CORSMiddleware:
     """Make the application. Web pages of ``origins`` (CORS; * for all) may ask, too."""
     card = {"id": served.name, "object": "model", "owned_by": "moelab", "created": int(time.time())}
     card |= {"max_model_len": served.positions, "context_length": served.positions}
@@ -144,15 +154,15 @@ class _Endpoint:
     def _check(self, body, tell):
         """Check a body, and put the request or the error on the queue."""
         try:
-            tell(self.dialect(parsed(body), self.served))
+            tell(Asked(self.dialect, parsed(body), self.served))
         except (Exception, SystemExit) as error:
             tell(error.with_traceback(None))  # which would keep the body
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
-        texts, said_s = [[] for _ in asked.asks], time.monotonic()
+        texts, said_s, answer = [[] for _ in asked.asks], time.monotonic(), asked.answer
         if asked.stream:
-            await write(*asked.begin(), more=True)
+            await write(*answer.begin(), more=True)
         with ExitStack() as begun:
             for index, ask in enumerate(asked.asks):
                 number = self.engine.begin(ask, partial(tell, index=index))
@@ -162,15 +172,15 @@ class _Endpoint:
                 events = []
                 if part:
                     texts[index].append(part := asked.splitters[index].add(part))
-                    events = [*asked.part(index, part)] if asked.stream else []
+                    events = [*answer.part(index, part)] if asked.stream else []
                 # What is read or held, as a call until it ends, makes no event for a while.
                 if asked.stream and not events and time.monotonic() - said_s >= KEEPALIVE_S:
-                    events = [asked.idle()]
+                    events = [answer.idle()]
                 if events:
                     await write(*events, more=True)
                     said_s = time.monotonic()
             texts = [*map(total, texts)]
-            await write(*(asked.end(texts) if asked.stream else [asked.whole(texts)]))
+            await write(*(answer.end(texts) if asked.stream else [answer.whole(texts)]))
 
 
 async def _next(told, within_s=None):
@@ -207,7 +217,7 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """Answers at a socket until Ctrl-C, or until an error ends the engine of one of many ranks."""
 
-    def __init__(self, app: CORSMiddleware, engine: Any, listening: socket.socket):
+    def __init__(self, app: CORSMiddleware, engine: Engine, listening: socket.socket):
         super().__init__(uvicorn.Config(app, **UVICORN))
         self.engine, self.socket, self._silent, self._asked = engine, listening, {}, 0
 

@@ -1,19 +1,31 @@
-"""Requests in OpenAI's form are checked and become one ``Ask`` for each text to write."""
+"""Requests of all dialects are checked and become one ``Ask`` for each text to write."""
 
 import logging
 import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
 from itertools import chain
-from typing import Annotated, Any, Literal, NotRequired, Self
+from typing import Annotated, Literal, NotRequired, Protocol
+from uuid import uuid4
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.config import with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
 from ...checkpoint import shorten
-from .ask import Ask, Refused
+from .ask import Ask, Body, Part, Refused, Served
 from .template import chat_tokens
 from .text import Splitter
 
@@ -39,10 +51,11 @@ def _object(**fields):
     return with_config(ConfigDict(strict=True, extra="allow"))(TypedDict("object", fields))
 
 
-def _place(error):
+def _place(error, names):
     """The names that lead to what is wrong, without the types of a union."""
-    names = [shorten(name, 100) for name in error["loc"]]
-    return [name for name in names if "[" not in name and name not in ("str", "constrained-int")]
+    first, *rest = error["loc"]
+    where = [shorten(name, 100) for name in (names.get(first, first), *rest)]
+    return [name for name in where if "[" not in name and name not in ("str", "constrained-int")]
 
 
 def _expect(is_so, name, expected, got):
@@ -50,7 +63,7 @@ def _expect(is_so, name, expected, got):
         raise Refused(f"{name}: expected {expected}, got {shorten(got, 100)!r}", name)
 
 
-def parsed(text: bytes, where: str = "body: ") -> dict[str, Any]:
+def parsed(text: bytes, where: str = "body: ") -> Body:
     """Read an object in JSON. Half a character, where a client cut a text, becomes U+FFFD."""
     try:
         return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
@@ -70,7 +83,7 @@ def leave_out(what: str) -> None:
     logging.warning("%s: left out of the prompt, since the model cannot use it", what)
 
 
-def shown(message: Any) -> Any:
+def shown(message: object) -> object:
     """Put a line of text in the place of each image in a tool's result, which stays in a chat."""
     match message:
         case {"role": "tool", "content": list(parts)}:
@@ -80,7 +93,7 @@ def shown(message: Any) -> Any:
     return message
 
 
-def functions(tool: Any, prefix: str = "") -> list[dict[str, Any]]:
+def functions(tool: object, prefix: str = "") -> list[Body]:
     """Make a chat's functions of a tool in OpenAI's or Anthropic's form, which may be a namespace.
 
     A tool that the client or the service runs in a way of its own makes none.
@@ -112,7 +125,7 @@ def _listed(value):
     return [value] if is_one and value != [] else value
 
 
-OBJECT, IMAGE = TypeAdapter(dict[str, Any]), {"type": "text", "text": "(an image was left out)"}
+OBJECT, IMAGE = TypeAdapter(Body), {"type": "text", "text": "(an image was left out)"}
 # In JSON, halves of a surrogate pair that are alone; the group has what comes before them.
 HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
@@ -154,23 +167,9 @@ class Request(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
 
-    @classmethod
-    def of(cls, body: dict[str, Any]) -> Self:
-        """Check the fields of a request. ``Refused`` names one that is wrong."""
-        given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
-        try:
-            return cls.model_validate(given)
-        except ValidationError as error:
-            found = [(_place(wrong), wrong) for wrong in error.errors(include_url=False)]
-        where, wrong = max(found, key=lambda pair: len(pair[0]))  # of a union, what fits best
-        said = [other["msg"] for place, other in found if place == where]
-        words = " or ".join(dict.fromkeys(said)).removeprefix("Value error, ")
-        words = words.replace("Input should be", "expected", 1).replace("Input should be ", "")
-        words = words.replace("Extra inputs are", "a field that is")
-        got = shorten(wrong["input"], 100)
-        raise Refused(f"{'.'.join(where)}: {words}, got {got!r}", where[0])
-
-    def make(self, prompts: list[tuple], served: Any, scores: int | None, echo=False) -> list[Ask]:
+    def make(
+        self, prompts: list[tuple], served: Served, scores: int | None, echo=False
+    ) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
         args, size, bias = served.args, served.size, self.logit_bias
         ids = f"one or more tokens, each less than {size}"
@@ -185,21 +184,26 @@ class Request(BaseModel):
         if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # logits over less may be infinite
             sampling["temp"] = 0.0
         ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
-        sampling["xtc_special_tokens"] = ends  # as in mlx-lm's server
-        given = {"sampling": sampling, "logprobs": scores, "echo": echo}
-        given["penalties"] = self.model_dump(include=PENALTIES, exclude_none=True)
-        given["stops"] = self.stop
-        length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
-        length, most = args.max_tokens if length is None else length, served.positions
-        given["is_open"], length = length is None, most if length is None else length
-        given["num_draft_tokens"] = args.num_draft_tokens if drafted is None else drafted
+        length = self.max_completion_tokens or self.max_tokens
+        length = args.max_tokens if length is None else length
+        most = served.positions if length is None else length
+        drafted = self.num_draft_tokens
+        given = {
+            "sampling": sampling | {"xtc_special_tokens": ends},  # as in mlx-lm's server
+            "penalties": self.model_dump(include=PENALTIES, exclude_none=True),
+            "stops": self.stop,
+            "logprobs": scores,
+            "echo": echo,
+            "num_draft_tokens": args.num_draft_tokens if drafted is None else drafted,
+            "is_open": length is None,
+        }
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
-        each = [(ids, min(length, most - len(ids)), cuts) for ids, cuts in prompts]
+        each = [(ids, min(most, served.positions - len(ids)), cuts) for ids, cuts in prompts]
         return [Ask(ids, n, seed=s, cuts=cuts, **given) for ids, n, cuts in each for s in seeds]
 
 
 class ChatRequest(Request):
-    """A request of ``/v1/chat/completions``; other dialects translate theirs into one."""
+    """A request for the next message of a chat."""
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     tools: list[Functions] = Field([], fail_fast=True)
@@ -207,29 +211,30 @@ class ChatRequest(Request):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Body = {}
+    reasoning: dict[str, str | None] = {}
     reasoning_effort: str | None = None
+    thinking: Body = {}
     enable_thinking: bool | None = None
 
+    @model_validator(mode="before")
     @classmethod
-    def of(cls, body: dict[str, Any]) -> Self:
-        """Check a request, whose ``tool_choice`` may have Anthropic's form."""
-        match body:
-            case {"tool_choice": {"type": "auto" | "none" as choice} as given}:
-                one = given.get("disable_parallel_tool_use")
-                body = body | {
-                    "tool_choice": choice,
-                    **({"parallel_tool_calls": False} if one else {}),
-                }
-        return super().of(body)
+    def _choice(cls, given):
+        """Read a ``tool_choice`` in Anthropic's form."""
+        match given:
+            case {"tool_choice": {"type": "auto" | "none" as choice} as form}:
+                given = given | {"tool_choice": choice}
+                if form.get("disable_parallel_tool_use"):
+                    given["parallel_tool_calls"] = False
+        return given
 
-    def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
+    def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
         tokenizer, tools = served.tokenizer, [*chain(*self.tools)]
         tools = tools if self.tool_choice == "auto" and tools else None
-        given, effort, thinks = {}, self.reasoning_effort, self.enable_thinking
-        if effort:
-            given = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        effort, thinks = self.reasoning.get("effort") or self.reasoning_effort, self.enable_thinking
+        thinks = False if self.thinking.get("type") == "disabled" else thinks
+        given = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
         given |= {} if thinks is None else {"enable_thinking": thinks}
         given = served.args.chat_template_args | given | self.chat_template_kwargs
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
@@ -239,16 +244,90 @@ class ChatRequest(Request):
 
 
 class CompletionRequest(Request):
-    """A request of ``/v1/completions``."""
+    """A request for texts that go on after prompts."""
 
     prompt: Annotated[list[Prompt], Field(min_length=1, fail_fast=True), BeforeValidator(_listed)]
     max_tokens: Whole | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    def read(self, served: Any) -> tuple[list[Ask], list[Splitter]]:
+    def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what leaves its text as it is."""
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
         asks = self.make(prompts, served, self.logprobs, self.echo and scores)
         return asks, [Splitter(served.tokenizer, None, "content") for _ in asks]
+
+
+class Answer(Protocol):
+    """How a dialect says what was written, in objects for JSON."""
+
+    def __init__(self, asked: "Asked"): ...
+
+    def whole(self, parts: list[Part]) -> Body:
+        """Make the answer in one piece, of one part for each text."""
+
+    def begin(self) -> Iterable[Body]:
+        """Begin a stream."""
+
+    def idle(self) -> Body | None:
+        """Say in a stream that the answer goes on; None makes a comment."""
+
+    def part(self, index: int, part: Part) -> Iterable[Body]:
+        """Say in a stream what was written of one text."""
+
+    def end(self, parts: list[Part]) -> Iterable[Body | str]:
+        """End a stream."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What clients send to a path, and how they are answered."""
+
+    path: str
+    kind: type[ChatRequest] | type[CompletionRequest]
+    answer: type[Answer]
+    error: Callable[[str, str | None, int, str | None], Body]  # of words, field, status and code
+    names: dict[str, str] = field(default_factory=dict)  # by its own name, that of ``kind``
+    prompt: str = "messages"
+    too_long: str = (  # the words that clients look for
+        "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "
+        "{size} tokens. Please reduce the length of the {prompt}."
+    )
+    writes: bool = True  # or else it counts the prompt's tokens
+
+    def check(self, body: Body) -> ChatRequest | CompletionRequest:
+        """Check the fields of a request. ``Refused`` names one that is wrong."""
+        names = self.names | {name: own for own, name in self.names.items()}  # it has no other
+        given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
+        try:
+            return self.kind.model_validate({names.get(k, k): v for k, v in given.items()})
+        except ValidationError as error:
+            found = [(_place(wrong, names), wrong) for wrong in error.errors(include_url=False)]
+        where, wrong = max(found, key=lambda pair: len(pair[0]))  # of a union, what fits best
+        said = [other["msg"] for place, other in found if place == where]
+        words = " or ".join(dict.fromkeys(said)).removeprefix("Value error, ")
+        words = words.replace("Input should be", "expected", 1).replace("Input should be ", "")
+        words = words.replace("Extra inputs are", "a field that is")
+        got = shorten(wrong["input"], 100)
+        raise Refused(f"{'.'.join(where)}: {words}, got {got!r}", where[0])
+
+
+class Asked:
+    """A request that was checked: the texts to write, what splits them, and the answer."""
+
+    def __init__(self, dialect: Dialect, body: Body, served: Served):
+        self.body, self.request, self.served = body, dialect.check(body), served
+        self.asks, self.splitters = self.request.read(served)
+        self.stream, most = self.request.stream and dialect.writes, served.positions
+        size = max(len(ask.tokens) for ask in self.asks)
+        if dialect.writes and size >= most:
+            words = dialect.too_long.format(most=most, prompt=dialect.prompt, size=size)
+            raise Refused(words, dialect.prompt, code="context_length_exceeded")
+        self.answer = dialect.answer(self)
+        self.asks = self.asks if dialect.writes else []
+
+    def head(self, kind: str) -> Body:
+        """Make what every answer begins with."""
+        head = {"id": f"{kind}-{uuid4().hex}", "model": self.served.name}
+        return head | {"created": int(time.time())}
