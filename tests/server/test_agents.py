@@ -188,25 +188,24 @@ def test_silence(path, monkeypatch):
 
 
 OFF, LOW = {"type": "disabled"}, {"effort": "low"}
+HARD, MILD = {"type": "enabled"}, {"reasoning_effort": "low"}
 THOUGHTS = [  # how hard the model thinks, and how the template has it: its effort, after "off"
-    (Anthropic, {"thinking": OFF, "output_config": LOW}, "offlow"),
-    (Anthropic, {"thinking": {"type": "enabled"}, "output_config": LOW}, "low"),
-    (OpenAI, {"reasoning": {"effort": "none"}}, "offnone"),
-    (OpenAI, {"reasoning": {"effort": "minimal", "summary": "auto"}}, "minimal"),
-    (OpenAI, {"enable_thinking": False}, "off"),
-    (Anthropic, {"reasoning_effort": "xhigh", "enable_thinking": True}, "xhigh"),
-    (
-        Anthropic,
-        {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
-        "offlow",
-    ),
+    (ANTHROPIC, {"thinking": OFF, "output_config": LOW}, "offlow"),
+    (ANTHROPIC, {"thinking": HARD, "output_config": LOW}, "low"),
+    (RESPONSES, {"reasoning": {"effort": "none"}}, "offnone"),
+    (RESPONSES, {"reasoning": {"effort": "minimal", "summary": "auto"}}, "minimal"),
+    (RESPONSES, {"enable_thinking": False}, "off"),
+    (ANTHROPIC, {"reasoning_effort": "xhigh", "enable_thinking": True}, "xhigh"),
+    (ANTHROPIC, MILD | {"chat_template_kwargs": {"enable_thinking": False}}, "offlow"),
+    (CHAT, {"thinking": OFF, "reasoning": LOW}, "offlow"),
+    (CHAT, MILD, "low"),
 ]
 
 
 @pytest.mark.parametrize("dialect, fields, said", THOUGHTS)
 def test_how_hard_a_model_thinks(dialect, fields, said):
     caller = speaker.caller()
-    (ask,) = Asked(dialect.kind, dialect.usual | fields, caller).asks
+    (ask,) = Asked(dialect, {dialect.prompt: [user("x")]} | fields, caller).asks
     assert caller.tokenizer.decode(ask.tokens).rpartition("\n")[2] == said
 
 
@@ -224,45 +223,47 @@ def test_one_call_if_that_is_asked(dialect, fields):
 URL = "http://127.0.0.1/x.png"
 IMAGE = {"type": "input_image", "image_url": URL}
 PICTURE = {"type": "image", "source": {"type": "url", "url": URL}}
-REFUSED = [  # a field, and a value that would change the answer or that is none
-    (OpenAI, "previous_response_id", "resp_1"),
-    (OpenAI, "n", 2),
-    (OpenAI, "top_logprobs", 2),
-    (OpenAI, "include", ["message.output_text.logprobs"]),
-    (OpenAI, "text", {"format": {"type": "json_schema", "name": "x", "schema": {}}}),
-    (OpenAI, "tool_choice", "required"),
-    (OpenAI, "tool_choice", {"type": "web_search"}),
-    (OpenAI, "tools", [{"type": "function"}]),
-    (OpenAI, "tools", [{"type": "namespace", "name": "m", "tools": [{}]}]),
-    (OpenAI, "input", []),
-    (OpenAI, "input", [5]),
-    (OpenAI, "input", [{"role": "user"}]),
-    (OpenAI, "input", [user([IMAGE])]),
-    (OpenAI, "input", [{"role": 5, "content": "x"}]),
-    (OpenAI, "input", [{"type": "item_reference", "id": "x"}]),
-    (OpenAI, "input", [{"type": "function_call", "call_id": "x", "name": "f"}]),
-    (OpenAI, "reasoning", "x"),
-    (OpenAI, "messages", [user("x")]),
-    (Anthropic, "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}),
-    (Anthropic, "output_config", {"format": {"type": "json_schema", "schema": {}}}),
-    (Anthropic, "tool_choice", {"type": "any"}),
-    (Anthropic, "tool_choice", {"type": "tool", "name": "web_search"}),
-    (Anthropic, "tools", [{"name": "f"}]),
-    (Anthropic, "messages", []),
-    (Anthropic, "messages", [user([PICTURE])]),
-    (Anthropic, "messages", [user([{"type": "tool_use", "id": "x", "name": "f"}])]),
-    (Anthropic, "messages", [user([{"type": "tool_result", "content": "x"}])]),
-    (Anthropic, "system", [PICTURE]),
-    (Anthropic, "system", 5),
-    (Anthropic, "stop_sequences", [5]),
-]
+FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+SPACE = {"type": "namespace", "name": "m", "tools": [{}]}
+ITEMS = [5, {"role": "user"}, user([IMAGE]), user("x") | {"role": 5}]
+ITEMS += [{"type": "item_reference", "id": "x"}]
+ITEMS += [{"type": "function_call", "call_id": "x", "name": "f"}]
+USE, RESULT = {"type": "tool_use", "id": "x", "name": "f"}, {"type": "tool_result", "content": "x"}
+WRONG = {  # by dialect and field, values that would change the answer or that are none
+    OpenAI: {
+        "previous_response_id": ["resp_1"],
+        "n": [2],
+        "top_logprobs": [2],
+        "include": [["message.output_text.logprobs"]],
+        "text": [FORMAT],
+        "tool_choice": ["required", {"type": "web_search"}],
+        "tools": [[{"type": "function"}], [SPACE]],
+        "input": [[], *([item] for item in ITEMS)],
+        "reasoning": ["x"],
+        "messages": [[user("x")]],
+        "max_tokens": [9],
+    },
+    Anthropic: {
+        "context_management": [{"edits": [{"type": "clear_tool_uses_20250919"}]}],
+        "output_config": [FORMAT],
+        "reasoning": [{"effort": "low"}],
+        "tool_choice": [{"type": "any"}, {"type": "tool", "name": "web_search"}],
+        "tools": [[{"name": "f"}]],
+        "messages": [[], *([user([block])] for block in (PICTURE, USE, RESULT))],
+        "system": [[PICTURE], 5],
+        "stop_sequences": [[5]],
+        "stop": ["x"],
+    },
+}
+ROWS = [(dialect, field) for dialect, fields in WRONG.items() for field in fields]
 
 
-@pytest.mark.parametrize("dialect, field, value", REFUSED)
-def test_what_is_refused(dialect, field, value):
-    with pytest.raises(Refused, match=field) as refused:
-        Asked(dialect.kind, dialect.usual | {field: value}, speaker.caller())
-    assert refused.value.param == field
+@pytest.mark.parametrize("dialect, field", ROWS)
+def test_what_is_refused(dialect, field):
+    for value in WRONG[dialect][field]:
+        with pytest.raises(Refused, match=field) as refused:
+            Asked(dialect.kind, dialect.usual | {field: value}, speaker.caller())
+        assert refused.value.param == field
 
 
 @both

@@ -51,12 +51,15 @@ SLOW += "{% endfor %}" * 2 + "{% endif %}x"  # a template that does not end
 
 
 @pytest.fixture
-def fake():
+def fake(monkeypatch):
     """A client of a fake engine, which has its ``engine``; pages of one origin may ask, too."""
     engine, served = Speaker(pause_s=0.01), fake_served()
     served.tokenizer = wrapped(SLOW)
-    app = http.app(engine, served, ["http://a.org"], [replace(COMPLETIONS, kind=Slow), CHAT])
-    with listening(app, engine) as url, httpx.Client(base_url=url, timeout=30) as fake:
+    monkeypatch.setattr(http, "DIALECTS", [replace(COMPLETIONS, kind=Slow), CHAT])
+    with (
+        listening(http.app(engine, served, ["http://a.org"]), engine) as url,
+        httpx.Client(base_url=url, timeout=30) as fake,
+    ):
         fake.engine = engine
         yield fake
 

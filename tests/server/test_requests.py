@@ -158,17 +158,16 @@ def test_the_guide_says_what_becomes_of_each_field():
                 asks(CHAT, TALK | {name: "x"})
 
 
+VALID, CHOICE = "expected a valid string", "tool_choice: expected 'auto' or 'none', got"
+PART = "messages.0.content.0.type: expected 'text', got 'image_url'"
+CALL = "messages.1.tool_calls.0.function.arguments: expected an object in JSON"
 SAID = [  # a field, a value, and what is said of it
-    ("stop", [5], "stop.0: expected a valid string, got '5'"),
-    ("tool_choice", "any", "tool_choice: expected 'auto' or 'none', got 'any'"),
-    (
-        "tool_choice",
-        {"type": "tool"},
-        "tool_choice: expected 'auto' or 'none', got {'type': 'tool'}",
-    ),
-    ("messages", [user(5)], "messages.0.content: expected a valid string or a valid list, got '5'"),
-    ("messages", [user([IMAGE])], "messages.0.content.0.type: expected 'text', got 'image_url'"),
-    ("messages", CALLED, "messages.1.tool_calls.0.function.arguments: expected an object in JSON"),
+    ("stop", [5], f"stop.0: {VALID}, got '5'"),
+    ("tool_choice", "any", f"{CHOICE} 'any'"),
+    ("tool_choice", {"type": "tool"}, CHOICE + " {'type': 'tool'}"),
+    ("messages", [user(5)], f"messages.0.content: {VALID} or a valid list, got '5'"),
+    ("messages", [user([IMAGE])], PART),
+    ("messages", CALLED, CALL),
     ("audio", {}, "audio: a field that is not permitted, got '{}'"),
 ]
 

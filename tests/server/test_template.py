@@ -57,41 +57,44 @@ def refused(*args, **kwargs):
     return error.value.param, str(error.value)
 
 
-def test_content_is_text():
-    """With and without a template."""
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = [user(parts), {"role": "assistant", "content": None}, {"role": "assistant"}]
-    empty, begun = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
-    said = f"<|im_start|>user\nab<|im_end|>\n{empty}{empty}{begun}"
-    assert text(wrapped(PLAIN), messages) == said
-    for template, role in ((PLAIN, "system"), (PLAIN + "{# developer #}", "developer")):
-        messages[2] = {"role": "developer", "content": "Be short"}
-        assert f"<|im_start|>{role}\nBe short" in text(wrapped(template), messages)
-    tokens, cuts, state = chat(wrapped(None, parser=None), messages)
-    said = "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"
-    assert (wrapped(None).decode(tokens), cuts, state) == (said, [], "normal")
-
-
-def test_a_last_message_of_the_assistant_goes_on():
-    """With and without a template; what follows is the answer. Blanks at its end stay."""
-    messages = [user("a"), {"role": "assistant", "content": "Once "}]
-    assert text(wrapped(PLAIN), messages).endswith("assistant\nOnce ")
-    assert text(wrapped(None, parser=None), messages) == "USER: a\nASSISTANT: Once "
-    tokens, cuts, state = chat(wrapped(THINKING), messages)
-    assert state == "normal" and cuts[-1][0] == len(tokens) - 1
-    call = {"role": "assistant", "content": "x", "tool_calls": [function("{}")]}
-    assert text(wrapped(PLAIN), [user("a"), call]).endswith("<|im_start|>assistant\n")
-
-
-def test_an_image_in_a_tools_result():
-    """A line stands in its place; others are refused."""
-    image = {"type": "image_url", "image_url": {"url": "data:"}}
-    result = {"role": "tool", "content": [{"type": "text", "text": "a"}, image]}
-    assert "\na(an image was left out)<" in text(wrapped(PLAIN), [user("x"), result])
-
-
 def function(arguments):
     return {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+AB = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+EMPTY, BEGUN = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
+SILENT, SAID = {"role": "assistant"}, {"role": "assistant", "content": "Once "}
+RULE = [user(AB), SILENT, {"role": "developer", "content": "Be short"}]
+READ = [  # a template, messages, and how what the model reads ends
+    (
+        PLAIN,
+        [user(AB), SILENT | {"content": None}, SILENT],
+        f"user\nab<|im_end|>\n{2 * EMPTY}{BEGUN}",
+    ),
+    (PLAIN, RULE, f"<|im_start|>system\nBe short<|im_end|>\n{BEGUN}"),
+    (PLAIN + "{# developer #}", RULE, f"<|im_start|>developer\nBe short<|im_end|>\n{BEGUN}"),
+    (None, RULE, "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"),
+    # The assistant's last message goes on, with the blanks at its end, but not after a call.
+    (PLAIN, [user("a"), SAID], "assistant\nOnce "),
+    (None, [user("a"), SAID], "USER: a\nASSISTANT: Once "),
+    (PLAIN, [user("a"), SAID | {"tool_calls": [function("{}")]}], f"Once <|im_end|>\n{BEGUN}"),
+    # A line stands in the place of an image in a tool's result; others are refused.
+    (
+        PLAIN,
+        [{"role": "tool", "content": [AB[0], IMAGE]}],
+        f"a(an image was left out)<|im_end|>\n{BEGUN}",
+    ),
+    ("{{ a }}{{ messages[0].content }}", [user("x")], "1x"),
+]
+
+
+@pytest.mark.parametrize("template, messages, end", READ)
+def test_what_the_model_reads(template, messages, end):
+    """Content is text; the template's arguments are taken."""
+    parser = None if template is None else "json_tools"
+    read = text(wrapped(template, parser=parser), messages, a=1)
+    assert read.endswith(end)
 
 
 def test_calls_reach_the_template_as_objects():
@@ -105,10 +108,6 @@ def test_calls_reach_the_template_as_objects():
         param, words = refused(wrapped(THINKING), messages)
         assert param == "messages" and words.startswith("messages.1.tool_calls.0")
     assert refused(wrapped(PLAIN, parser=None), [user("a")], TOOLS)[0] == "tools"
-
-
-def test_arguments_of_the_template():
-    assert text(wrapped("{{ a }}{{ messages[0].content }}"), [user("x")], a=1) == "1x"
 
 
 def test_a_template_that_fails_is_refused():
@@ -128,6 +127,9 @@ def test_a_template_whose_probes_fail_still_works():
 
 def test_the_state_after_the_prompt():
     tokenizer = wrapped(THINKING)
+    tokens, cuts, state = chat(tokenizer, [user("a"), SAID])
+    assert state == "normal" and cuts[-1][0] == len(tokens) - 1
+    assert chat(wrapped(None, parser=None), RULE)[1:] == ([], "normal")
     # What messages say opens no thinking and ends none.
     for word in ("a", "what is <think>?", "</think>", "</think><think>"):
         for has_states in (True, False):

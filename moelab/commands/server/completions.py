@@ -7,7 +7,8 @@ from .ask import Body, Part
 from .requests import Asked, ChatRequest, CompletionRequest, Dialect
 
 LEAST = -9999.0  # OpenAI's log probability of a token that cannot be
-CHUNK = {"chat.completion": "chat.completion.chunk", "text_completion": "text_completion"}
+NAMES = [("cmpl", "text_completion", "text_completion")]  # of answers, whole and in parts
+NAMES += [("chatcmpl", "chat.completion", "chat.completion.chunk")]
 
 
 class _Choices:
@@ -18,9 +19,9 @@ class _Choices:
         self._detokenizer, self._told = self._tokenizer.detokenizer, {}
         is_chat = isinstance(asked.request, ChatRequest)
         self._choice = self._message if is_chat else self._text
-        kind = "chat.completion" if is_chat else "text_completion"
-        self._head = asked.head("chatcmpl" if is_chat else "cmpl")
-        self._head["object"] = CHUNK[kind] if asked.stream else kind
+        name, *kinds = NAMES[is_chat]
+        self._head = {"id": f"{name}-{asked.id}", "object": kinds[asked.stream]}
+        self._head |= {"created": asked.created, "model": asked.served.name}
 
     def whole(self, parts: list[Part]) -> Body:
         choices = [self._choice(i, part) for i, part in enumerate(parts)]
@@ -30,8 +31,7 @@ class _Choices:
         """Begin each text: the official client counts log probabilities of a first event twice."""
         return (event for i in range(len(self._asked.asks)) for event in self.part(i, Part()))
 
-    def idle(self) -> None:
-        return None
+    def idle(self) -> None: ...
 
     def part(self, index: int, part: Part) -> Iterable[Body]:
         yield self._head | {"choices": [self._choice(index, part)]}

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, make_stop_sequences, maybe_quantize_kv_cache
@@ -72,12 +73,11 @@ class _Text:
         if self.ask.logprobs is not None:
             (told,) = _tokens([token], logprobs[None], self.ask.logprobs)
             self._held.append((self._decoded, told))
-        finish = "length" if len(self.tokens) - self.prompt_size >= self.ask.max_tokens else None
         if token in self._ends:
-            finish = "stop"
-        else:
-            self._detokenizer.add_token(token)
-        return self.say(finish)
+            return self.say("stop")
+        self._detokenizer.add_token(token)
+        is_long = len(self.tokens) - self.prompt_size >= self.ask.max_tokens
+        return self.say("length" if is_long else None)
 
     def say(self, finish: str | None) -> bool:
         """Tell the client what is new. Returns whether the text ends, as at a stop string."""
@@ -85,16 +85,15 @@ class _Text:
             self._detokenizer.finalize()
         piece = self._detokenizer.last_segment
         self._decoded += len(piece)
-        text = self._stops.add(piece, last=bool(finish))
+        text, found = self._stops.add(piece, last=bool(finish)), self._stops.found
         self._told += len(text)
-        whole = finish and not self._stops.found
-        finish = "stop" if self._stops.found else finish
-        tokens = [token for begins, token in self._held if whole or begins < self._told]
-        self._held = self._held[len(tokens) :]
-        written = len(self.tokens) - self.prompt_size
-        usage = Usage(self.prompt_size, self.cached, written) if finish else None
+        most = inf if finish and not found else self._told
+        tokens = [token for begins, token in self._held if begins < most]
+        del self._held[: len(tokens)]
+        finish, size = "stop" if found else finish, self.prompt_size
+        usage = Usage(size, self.cached, len(self.tokens) - size) if finish else None
         if text or tokens or self.scores or finish:
-            self.tell(Part(text, tokens, self.scores, finish, usage, self._stops.found))
+            self.tell(Part(text, tokens, self.scores, finish, usage, found))
             self.scores = []
         return finish is not None
 

@@ -28,7 +28,7 @@ from .ask import Refused, Served, total
 from .completions import CHAT, COMPLETIONS
 from .engine import Engine
 from .messages import COUNT_TOKENS, MESSAGES
-from .requests import Asked, Dialect, parsed
+from .requests import Asked, parsed
 from .responses import RESPONSES
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
@@ -44,25 +44,20 @@ UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "l
 UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
 
 
-def app(
-    engine: Engine,
-    served: Served,
-    origins: Sequence[str] = (),
-    dialects: Sequence[Dialect] = DIALECTS,
-) -> CORSMiddleware:
+def app(engine: Engine, served: Served, origins: Sequence[str] = ()) -> CORSMiddleware:
     """Make the application. Web pages of ``origins`` (CORS; * for all) may ask, too."""
     card = {"id": served.name, "object": "model", "owned_by": "moelab", "created": int(time.time())}
     card |= {"max_model_len": served.positions, "context_length": served.positions}
     fixed = {"/health": {"status": "ok"}, "/v1/models": {"object": "list", "data": [card]}}
     fixed[f"/v1/models/{served.name}"] = card
     ways = [(path, JSONResponse(said), "GET") for path, said in fixed.items()]
-    ways += [(d.path, _Endpoint(d, engine, served, origins), "POST") for d in dialects]
+    ways += [(d.path, _Endpoint(d, engine, served, origins), "POST") for d in DIALECTS]
     ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # for some clients' base URL
     routes = [Route(path, endpoint, methods=[method]) for path, endpoint, method in ways]
 
     async def refuse(request, error):
         words = f"{request.method} {shorten(request.scope['path'], 100)}: {error.detail}"
-        return JSONResponse(*_error(dialects[0], Refused(words, status=error.status_code)))
+        return JSONResponse(*_error(CHAT, Refused(words, status=error.status_code)))
 
     made = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
     return CORSMiddleware(made, origins, allow_methods=["*"], allow_headers=["*"])

@@ -20,9 +20,9 @@ class _Message:
     """An answer that is a list of blocks."""
 
     def __init__(self, asked: Asked):
-        self._items, head = Items(), asked.head("msg")
-        self._answer = {"id": head["id"], "type": "message", "role": "assistant"}
-        self._answer |= {"model": head["model"], "content": [], "stop_reason": None}
+        self._items = Items()
+        self._answer = {"id": f"msg-{asked.id}", "type": "message", "role": "assistant"}
+        self._answer |= {"model": asked.served.name, "content": [], "stop_reason": None}
         self._answer |= {"stop_sequence": None, "usage": _usage(len(asked.asks[0].tokens), 0, 0)}
 
     def whole(self, parts: list[Part]) -> Body:

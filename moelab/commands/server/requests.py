@@ -12,15 +12,7 @@ from typing import Annotated, Literal, NotRequired, Protocol
 from uuid import uuid4
 
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.config import with_config
 from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
 
@@ -184,22 +176,20 @@ class Request(BaseModel):
         if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # logits over less may be infinite
             sampling["temp"] = 0.0
         ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
-        length = self.max_completion_tokens or self.max_tokens
+        sampling["xtc_special_tokens"] = ends  # as in mlx-lm's server
+        penalties = self.model_dump(include=PENALTIES, exclude_none=True)
+        length, drafted = self.max_completion_tokens or self.max_tokens, self.num_draft_tokens
         length = args.max_tokens if length is None else length
         most = served.positions if length is None else length
-        drafted = self.num_draft_tokens
-        given = {
-            "sampling": sampling | {"xtc_special_tokens": ends},  # as in mlx-lm's server
-            "penalties": self.model_dump(include=PENALTIES, exclude_none=True),
-            "stops": self.stop,
-            "logprobs": scores,
-            "echo": echo,
-            "num_draft_tokens": args.num_draft_tokens if drafted is None else drafted,
-            "is_open": length is None,
-        }
+        drafted = args.num_draft_tokens if drafted is None else drafted
+        given = self.stop, scores, echo, drafted
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
         each = [(ids, min(most, served.positions - len(ids)), cuts) for ids, cuts in prompts]
-        return [Ask(ids, n, seed=s, cuts=cuts, **given) for ids, n, cuts in each for s in seeds]
+        return [
+            Ask(ids, n, sampling, penalties, seed, *given, cuts, is_open=length is None)
+            for ids, n, cuts in each
+            for seed in seeds
+        ]
 
 
 class ChatRequest(Request):
@@ -216,17 +206,6 @@ class ChatRequest(Request):
     reasoning_effort: str | None = None
     thinking: Body = {}
     enable_thinking: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _choice(cls, given):
-        """Read a ``tool_choice`` in Anthropic's form."""
-        match given:
-            case {"tool_choice": {"type": "auto" | "none" as choice} as form}:
-                given = given | {"tool_choice": choice}
-                if form.get("disable_parallel_tool_use"):
-                    given["parallel_tool_calls"] = False
-        return given
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
@@ -260,24 +239,16 @@ class CompletionRequest(Request):
 
 
 class Answer(Protocol):
-    """How a dialect says what was written, in objects for JSON."""
+    """How a dialect says what was written: ``whole``, or as a stream that begins and ends.
 
-    def __init__(self, asked: "Asked"): ...
+    ``idle`` says that a stream goes on; None makes a comment. Each of ``parts`` is a whole text.
+    """
 
-    def whole(self, parts: list[Part]) -> Body:
-        """Make the answer in one piece, of one part for each text."""
-
-    def begin(self) -> Iterable[Body]:
-        """Begin a stream."""
-
-    def idle(self) -> Body | None:
-        """Say in a stream that the answer goes on; None makes a comment."""
-
-    def part(self, index: int, part: Part) -> Iterable[Body]:
-        """Say in a stream what was written of one text."""
-
-    def end(self, parts: list[Part]) -> Iterable[Body | str]:
-        """End a stream."""
+    def whole(self, parts: list[Part]) -> Body: ...
+    def begin(self) -> Iterable[Body]: ...
+    def idle(self) -> Body | None: ...
+    def part(self, index: int, part: Part) -> Iterable[Body]: ...
+    def end(self, parts: list[Part]) -> Iterable[Body | str]: ...
 
 
 @dataclass(frozen=True)
@@ -286,7 +257,7 @@ class Dialect:
 
     path: str
     kind: type[ChatRequest] | type[CompletionRequest]
-    answer: type[Answer]
+    answer: Callable[["Asked"], Answer]
     error: Callable[[str, str | None, int, str | None], Body]  # of words, field, status and code
     names: dict[str, str] = field(default_factory=dict)  # by its own name, that of ``kind``
     prompt: str = "messages"
@@ -298,6 +269,12 @@ class Dialect:
 
     def check(self, body: Body) -> ChatRequest | CompletionRequest:
         """Check the fields of a request. ``Refused`` names one that is wrong."""
+        match body:
+            case {"tool_choice": {"type": "auto" | "none" as choice, **form}}:  # Anthropic's
+                one = (
+                    {"parallel_tool_calls": False} if form.get("disable_parallel_tool_use") else {}
+                )
+                body = body | {"tool_choice": choice} | one
         names = self.names | {name: own for own, name in self.names.items()}  # it has no other
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:
@@ -324,10 +301,6 @@ class Asked:
         if dialect.writes and size >= most:
             words = dialect.too_long.format(most=most, prompt=dialect.prompt, size=size)
             raise Refused(words, dialect.prompt, code="context_length_exceeded")
+        self.id, self.created = uuid4().hex, int(time.time())
         self.answer = dialect.answer(self)
         self.asks = self.asks if dialect.writes else []
-
-    def head(self, kind: str) -> Body:
-        """Make what every answer begins with."""
-        head = {"id": f"{kind}-{uuid4().hex}", "model": self.served.name}
-        return head | {"created": int(time.time())}

@@ -64,13 +64,8 @@ def pieces(value: object, role: str = "user") -> Iterator[Body]:
             raise ValueError(f"expected texts, thoughts, calls, results, not {shorten(value, 50)}")
 
 
-def _pieces(value):
-    return [*pieces(value)]
-
-
-def _system(value):
-    said = [*pieces(value, "system")]
-    return [piece for piece in said if not piece.get("content", "").startswith(BILLING)]
+Pieces = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value)])]
+System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, "system")])]
 
 
 class ItemsRequest(ChatRequest):
@@ -79,8 +74,8 @@ class ItemsRequest(ChatRequest):
     n: Literal[1] = 1
     logprobs: Literal[False] = False
     top_logprobs: Literal[0] = 0
-    messages: Annotated[list[Message], BeforeValidator(_pieces)] = Field(min_length=1)
-    system: Annotated[list[Message], BeforeValidator(_system)] = Field([])
+    messages: Pieces = Field(min_length=1)
+    system: System = Field([])
     text: dict[str, str | dict[Literal["type"], Literal["text"]] | None] = Field({})
     # Of items that no answer here has, but for the thoughts, which it always has.
     include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
@@ -93,6 +88,8 @@ class ItemsRequest(ChatRequest):
         messages = []
         for piece in self.system + self.messages:
             role, before = piece.pop("role"), messages[-1]["role"] if messages else "system"
+            if role == "system" and piece["content"].startswith(BILLING):
+                continue
             if role in ("system", "developer"):
                 role = "system" if before == "system" else "user"
             if not messages or role == "tool" or role != before:
@@ -111,9 +108,9 @@ class _Response:
         self._items, self._numbers = Items(), count()  # those of events
         tools = asked.body.get("tools") or ()
         self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
-        head = asked.head("resp")
-        self._answer = head | {"object": "response", "created_at": head["created"], "output": []}
-        self._answer |= {"status": "in_progress", "tools": [], "tool_choice": "auto"}
+        self._answer = {"id": f"resp-{asked.id}", "object": "response", "status": "in_progress"}
+        self._answer |= {"created_at": asked.created, "model": asked.served.name, "output": []}
+        self._answer |= {"tools": [], "tool_choice": "auto"}
         self._answer |= {"parallel_tool_calls": asked.request.parallel_tool_calls}
 
     def whole(self, parts: list[Part]) -> Body:
