@@ -5,9 +5,9 @@ import logging
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
-import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
@@ -32,9 +32,7 @@ MOST_TOKENS = 2**31 - 1  # of a text, where a model has no limit of its own
 TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
 
 
-def load_served(
-    args: argparse.Namespace, config: StreamConfig, group: mx.distributed.Group | None = None
-) -> tuple[Served, Prompts]:
+def _load(args, config, group):
     """Load what the command line names, its draft first, and the prompts that were kept of it."""
     folder, path = Path(args.model), find(args.model)
     check_kv_cache(args, config)
@@ -58,20 +56,11 @@ def load_served(
     plan, ranks = session.plan, session.ranks
     args.prefill_step_size = session.room.step(args.prefill_step_size)
     caches = make_prompt_cache(model)
-    served = Served(
-        name=folder.resolve().name if folder.is_dir() else args.model,
-        args=args,
-        tokenizer=tokenizer,
-        size=vocabulary(model),
-        positions=positions(path),
-        has_states=not can_trim_prompt_cache(caches),
-        model=model,
-        draft=draft,
-        ranks=ranks,
-        is_batchable=not is_alone
-        and getattr(model, "batches", True)
-        and all(hasattr(c, "merge") for c in caches),
-    )
+    name = folder.resolve().name if folder.is_dir() else args.model
+    served = Served(name, args, tokenizer, vocabulary(model), positions(path), model, draft, ranks)
+    served.has_states = not can_trim_prompt_cache(caches)
+    can_merge = getattr(model, "batches", True) and all(hasattr(c, "merge") for c in caches)
+    served.is_batchable = can_merge and not is_alone
     if plan is not None:
         served.context, kept = plan.context, plan.all_caches_nbytes
         if plan.caches_nbytes and args.kv_bits is None:
@@ -80,6 +69,7 @@ def load_served(
         # The other texts may need all of their caches at once.
         others = min(args.decode_concurrency, served.room) - 1 if served.is_batchable else 0
         kept = max(0, kept - others * plan.caches_nbytes)
+    served.most_texts = min(args.decode_concurrency, 2 * served.room)
     if args.prompt_cache_bytes is None:
         args.prompt_cache_bytes = sys.maxsize if plan is None else kept
     if ranks:  # all keep the same prompts
@@ -131,7 +121,7 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
     maybe_set_recommended_wired_limit()
     with nullcontext() if follows else http.listen(args.host, args.port) as listening:
-        served, prompts = load_served(args, config, group)
+        served, prompts = _load(args, config, group)
         engine = Engine(served, prompts)
         if follows:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
@@ -150,13 +140,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
     who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
     parser.add_argument("--host", type=not_empty, metavar="NAME", default="127.0.0.1", help=who)
-    parser.add_argument(
-        "--allowed-origins",
-        type=lambda text: text.split(","),
-        metavar="URLS",
-        default=[],
-        help="of web pages that may ask (CORS), or * (default: none)",
-    )
+    pages = {"metavar": "URLS", "help": "of web pages that may ask (CORS), or * (default: none)"}
+    split = partial(str.split, sep=",")
+    parser.add_argument("--allowed-origins", type=split, default=[], **pages)
     arguments.add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
     arguments.add_draft(parser)
     ends = "of an answer whose request does not say (default: to its end)"

@@ -19,11 +19,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from moelab.commands.server import http, requests
-from moelab.commands.server.ask import Part, Refused
+from moelab.commands.server.agents import MESSAGES as ANTHROPIC
+from moelab.commands.server.agents import RESPONSES
+from moelab.commands.server.ask import Part
 from moelab.commands.server.completions import CHAT
-from moelab.commands.server.messages import MESSAGES as ANTHROPIC
 from moelab.commands.server.requests import Asked
-from moelab.commands.server.responses import RESPONSES
 
 HOW = {"api_key": "none", "max_retries": 0, "timeout": 60}
 ASK = {"model": "default_model", "input": "x", "tools": agents.CODEX["tools"]}
@@ -218,52 +218,6 @@ def test_one_call_if_that_is_asked(dialect, fields):
     with speaker.speaking(speaker.CALL * 2) as url:
         client = dialect(url)
         assert client.facts(client.summed(**fields))[0] == ["call"]
-
-
-URL = "http://127.0.0.1/x.png"
-IMAGE = {"type": "input_image", "image_url": URL}
-PICTURE = {"type": "image", "source": {"type": "url", "url": URL}}
-FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
-SPACE = {"type": "namespace", "name": "m", "tools": [{}]}
-ITEMS = [5, {"role": "user"}, user([IMAGE]), user("x") | {"role": 5}]
-ITEMS += [{"type": "item_reference", "id": "x"}]
-ITEMS += [{"type": "function_call", "call_id": "x", "name": "f"}]
-USE, RESULT = {"type": "tool_use", "id": "x", "name": "f"}, {"type": "tool_result", "content": "x"}
-WRONG = {  # by dialect and field, values that would change the answer or that are none
-    OpenAI: {
-        "previous_response_id": ["resp_1"],
-        "n": [2],
-        "top_logprobs": [2],
-        "include": [["message.output_text.logprobs"]],
-        "text": [FORMAT],
-        "tool_choice": ["required", {"type": "web_search"}],
-        "tools": [[{"type": "function"}], [SPACE]],
-        "input": [[], *([item] for item in ITEMS)],
-        "reasoning": ["x"],
-        "messages": [[user("x")]],
-        "max_tokens": [9],
-    },
-    Anthropic: {
-        "context_management": [{"edits": [{"type": "clear_tool_uses_20250919"}]}],
-        "output_config": [FORMAT],
-        "reasoning": [{"effort": "low"}],
-        "tool_choice": [{"type": "any"}, {"type": "tool", "name": "web_search"}],
-        "tools": [[{"name": "f"}]],
-        "messages": [[], *([user([block])] for block in (PICTURE, USE, RESULT))],
-        "system": [[PICTURE], 5],
-        "stop_sequences": [[5]],
-        "stop": ["x"],
-    },
-}
-ROWS = [(dialect, field) for dialect, fields in WRONG.items() for field in fields]
-
-
-@pytest.mark.parametrize("dialect, field", ROWS)
-def test_what_is_refused(dialect, field):
-    for value in WRONG[dialect][field]:
-        with pytest.raises(Refused, match=field) as refused:
-            Asked(dialect.kind, dialect.usual | {field: value}, speaker.caller())
-        assert refused.value.param == field
 
 
 @both

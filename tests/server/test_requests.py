@@ -14,6 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from moelab import DATA
 from moelab.commands.server import http, requests
+from moelab.commands.server.agents import MESSAGES, RESPONSES
 from moelab.commands.server.ask import Ask, Refused
 from moelab.commands.server.completions import CHAT, COMPLETIONS
 from moelab.commands.server.requests import Asked
@@ -102,39 +103,65 @@ def test_prompts():
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}
+INPUT = {"type": "input_image", "image_url": "http://127.0.0.1:9"}
+PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9"}}
+FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+SPACE = {"type": "namespace", "name": "m", "tools": [{}]}
+ITEMS = [5, {"role": "user"}, user([INPUT]), {"role": 5, "content": "x"}]
+ITEMS += [{"type": "item_reference", "id": "x"}]
+ITEMS += [{"type": "function_call", "call_id": "x", "name": "f"}]
+BLOCKS = [PICTURE, {"type": "tool_use", "id": "x", "name": "f"}]
+BLOCKS += [{"type": "tool_result", "content": "x"}]
 NAN, HUGE = float("nan"), 10**400  # beyond float64
-BAD = {  # values that are refused
-    "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
-    "messages": [5, [], ["hi"], [{}], {"role": "user"}, *([user(c)] for c in ([{}], [IMAGE], 5))],
-    "max_tokens": [-1, 1.5, True, HUGE, 2**31],
-    "temperature": [-1, "hot", NAN, 101, HUGE, True],
-    "top_k": [-1, 8192],
-    "num_draft_tokens": [-1, 2.5, 65, "x"],
-    "model": [5, "no/such/folder", "", "x" * 100_000],
-    "seed": ["x", -1, 2**64],
-    "n": [0, 129, "x"],
-    "logit_bias": [5, {"x": 1}, {"8192": 1}, {"-1": 1}, {"3": NAN}, {"3": HUGE}],
-    "stop": [5, [5], ["a"] * 65],
-    "stream": ["yes", 1],
-    "stream_options": [5, {"x": True}, {"include_usage": 1}],
-    "top_logprobs": [-1, 21],
-    "chat_template_kwargs": [5, {"tokenize": False}, {"chat_template": "x"}, {"tools": []}],
-    "tools": [5, {}, [5], [{}], [{"type": "function", "function": {}}]],
-    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-    "response_format": ["text", {"type": "json_object"}],
-    "x" * 100_000: [1],
+THIRD = {"previous_response_id": ["resp_1"], "n": [2], "top_logprobs": [2], "text": [FORMAT]}
+THIRD |= {"tool_choice": ["required", {"type": "web_search"}], "reasoning": ["x"]}
+THIRD |= {"tools": [[{"type": "function"}], [SPACE]], "input": [[], *([item] for item in ITEMS)]}
+THIRD |= {"include": [["message.output_text.logprobs"]], "messages": [[user("x")]]}
+THIRD |= {"max_tokens": [9]}
+LAST = {"context_management": [{"edits": [{"type": "clear_tool_uses_20250919"}]}]}
+LAST |= {"tool_choice": [{"type": "any"}, {"type": "tool", "name": "web_search"}]}
+LAST |= {"messages": [[], *([user([block])] for block in BLOCKS)], "system": [[PICTURE], 5]}
+LAST |= {"output_config": [FORMAT], "tools": [[{"name": "f"}]], "stop_sequences": [[5]]}
+LAST |= {"reasoning": [{"effort": "low"}], "stop": ["x"]}
+BAD = {  # of each dialect, values of fields that change the answer otherwise, or that are none
+    COMPLETIONS: {
+        "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
+        "max_tokens": [-1, 1.5, True, HUGE, 2**31],
+    },
+    CHAT: {
+        "messages": [5, [], ["hi"], [{}], user("x"), *([user(c)] for c in ([{}], [IMAGE], 5))],
+        "temperature": [-1, "hot", NAN, 101, HUGE, True],
+        "top_k": [-1, 8192],
+        "num_draft_tokens": [-1, 2.5, 65, "x"],
+        "model": [5, "no/such/folder", "", "x" * 100_000],
+        "seed": ["x", -1, 2**64],
+        "n": [0, 129, "x"],
+        "logit_bias": [5, {"x": 1}, {"8192": 1}, {"-1": 1}, {"3": NAN}, {"3": HUGE}],
+        "stop": [5, [5], ["a"] * 65],
+        "stream": ["yes", 1],
+        "stream_options": [5, {"x": True}, {"include_usage": 1}],
+        "top_logprobs": [-1, 21],
+        "chat_template_kwargs": [5, {"tokenize": False}, {"chat_template": "x"}, {"tools": []}],
+        "tools": [5, {}, [5], [{}], [{"type": "function", "function": {}}]],
+        "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+        "response_format": ["text", {"type": "json_object"}],
+        "x" * 100_000: [1],
+    },
+    RESPONSES: THIRD,
+    MESSAGES: LAST,
 }
+ROWS = [(dialect, field) for dialect, fields in BAD.items() for field in fields]
 
 
-@pytest.mark.parametrize("field", BAD, ids=lambda name: name[:30])
-def test_a_bad_field(field):
+@pytest.mark.parametrize("dialect, field", ROWS, ids=lambda of: getattr(of, "path", of)[:30])
+def test_a_bad_field(dialect, field):
     """The error names it, in few words."""
-    kind, usual = BOTH[field in ("prompt", "max_tokens")]
-    for value in BAD[field]:
-        with pytest.raises(ValueError) as refused:
-            asks(kind, usual | {field: value})
-        said, param = str(refused.value), getattr(refused.value, "param", field)
-        assert said.startswith(param) and field.startswith(param[:40])
+    usual = TEXT if dialect is COMPLETIONS else {dialect.prompt: [user("x")]}
+    for value in BAD[dialect][field]:
+        with pytest.raises(Refused) as refused:
+            asks(dialect, usual | {field: value})
+        said, param = str(refused.value), refused.value.param
+        assert said.startswith(param) and param[:40] == field[:40]
         assert len(said) < 400 and len(param) < 200
 
 
@@ -187,12 +214,12 @@ JSON = st.recursive(
     LEAVES,
     lambda of: st.lists(of, max_size=3) | st.dictionaries(st.sampled_from(KEYS), of, max_size=4),
 )
-MESSAGES = st.lists(JSON.map(lambda v: {"role": "user", **(v if isinstance(v, dict) else {})}))
+CHATS = st.lists(JSON.map(lambda v: {"role": "user", **(v if isinstance(v, dict) else {})}))
 NAMES = st.sampled_from([*fields_of(CHAT), *fields_of(COMPLETIONS)])
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | MESSAGES)
+@given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | CHATS)
 def test_any_json(body, chats, main):
     """It becomes asks that ranks can share, or an error of few words."""
     kind, name = (CHAT, "messages") if chats else (COMPLETIONS, "prompt")

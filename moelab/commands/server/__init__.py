@@ -3,7 +3,7 @@
 A request goes down and its answer comes up:
 
     http          limits, errors, hang-ups; one route for each dialect
-    completions, responses, messages     what OpenAI's and Anthropic's clients send and get
+    completions, agents     what clients of each dialect send and get
     requests      a checked request becomes one ``Ask`` for each text to write
     template      messages become tokens
     engine        one thread reads prompts in parts and writes texts in batches

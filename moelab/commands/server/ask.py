@@ -1,7 +1,6 @@
 """What the parts of the server say to each other: a text to write, and what was written of it."""
 
 from argparse import Namespace
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import inf
@@ -35,18 +34,14 @@ class Served:
     tokenizer: TokenizerWrapper
     size: int  # tokens of the vocabulary
     positions: int  # tokens of the longest text
-    has_states: bool = False  # whether its caches are such that no token can be taken back
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
+    has_states: bool = False  # of which no token can be taken back, so that they are kept
     is_batchable: bool = False
     context: float = inf  # there is memory for the caches of so many tokens,
     room: float = inf  # so many times
-
-    @property
-    def most_texts(self) -> int:
-        """How many texts are written at once."""
-        return min(self.args.decode_concurrency, 2 * self.room)
+    most_texts: int = 1  # at once
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
@@ -129,32 +124,7 @@ class Part:
 
 def total(parts: list[Part]) -> Part:
     """Make the whole answer of its parts."""
-    names = ("text", "tokens", "prompt", "runs")
-    sums = {name: [x for part in parts for x in getattr(part, name)] for name in names}
+    lists = ("text", "tokens", "prompt", "runs")
+    sums = {name: [x for part in parts for x in getattr(part, name)] for name in lists}
     sums |= {"text": "".join(sums["text"]), "runs": joined(sums["runs"])}
     return replace(parts[-1], **sums)
-
-
-class Items:
-    """What a streamed answer has of items, one for each run of what was written."""
-
-    def __init__(self):
-        self._number, self._runs = -1, []  # of the item that goes on
-
-    def steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
-        """Say how items go on: ``begin``, ``more`` of one and its ``end``, or ``cut`` by a limit.
-
-        With the item's number, and its run: empty, what was added, or whole.
-        """
-        for run in part.runs:
-            if not self._runs or self._runs[0].kind != run.kind or run.kind == "call":
-                yield from self._end("end")
-                self._number, self._runs = self._number + 1, []
-                yield "begin", self._number, run._replace(text="")
-            self._runs.append(run)
-            yield "more", self._number, run
-        if part.finish:
-            yield from self._end("cut" if part.finish == "length" else "end")
-
-    def _end(self, step):
-        return ((step, self._number, run) for run in joined(self._runs))

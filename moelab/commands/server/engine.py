@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import inf
 
 import mlx.core as mx
@@ -110,24 +111,20 @@ class Engine:
         self._inbox, self._numbers = queue.SimpleQueue(), itertools.count(1)
         self._tells, self._error = {}, None  # by the texts' numbers; what ended the thread
         self._texts, self._batch = {}, None  # texts by number, in the order of their last moves
-        self._due_s = 0.0  # when the next part of a long prompt is due
-        self._busy_s = 0.0  # when there last were several texts
+        # When the next part of a long prompt is due, and when there last were several texts.
+        self._due_s = self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
-    def begin(self, ask: Ask, tell: Callable[[Part | Exception], None]) -> int:
-        """Begin a text; ``tell`` gets each ``Part`` or, as the last, an exception."""
+    def begin(self, ask: Ask, tell: Callable[[Part | Exception], None]) -> Callable[[], None]:
+        """Begin a text, and return what ends it; ``tell`` gets each ``Part`` or, last, an error."""
         ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
         number = next(self._numbers)
         self._tells[number] = tell
         self._inbox.put((number, ask))
         if self._error:  # then nobody looks into the inbox
             tell(self._error)
-        return number
-
-    def cancel(self, number: int) -> None:
-        """End a text that nobody waits for; nothing happens if it has ended."""
-        self._inbox.put((number, None))
+        return partial(self._inbox.put, (number, None))
 
     def check(self) -> None:
         """Raise the error that ended the thread, if one did: no rank goes on without another."""

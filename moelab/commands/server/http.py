@@ -24,12 +24,11 @@ from starlette.routing import Route
 from ... import interrupts
 from ...checkpoint import describe, shorten
 from ...streaming.plan import memory_now
+from .agents import COUNT_TOKENS, MESSAGES, RESPONSES
 from .ask import Refused, Served, total
 from .completions import CHAT, COMPLETIONS
 from .engine import Engine
-from .messages import COUNT_TOKENS, MESSAGES
 from .requests import Asked, parsed
-from .responses import RESPONSES
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
@@ -160,8 +159,7 @@ class _Endpoint:
             await write(*answer.begin(), more=True)
         with ExitStack() as begun:
             for index, ask in enumerate(asked.asks):
-                number = self.engine.begin(ask, partial(tell, index=index))
-                begun.callback(self.engine.cancel, number)
+                begun.callback(self.engine.begin(ask, partial(tell, index=index)))
             while not all(parts and parts[-1].finish for parts in texts):
                 part, index = await _next(told, KEEPALIVE_S if asked.stream else None)
                 events = []

@@ -159,9 +159,7 @@ class Request(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
 
-    def make(
-        self, prompts: list[tuple], served: Served, scores: int | None, echo=False
-    ) -> list[Ask]:
+    def make(self, prompts: list, served: Served, scores: int | None, echo=False) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
         args, size, bias = served.args, served.size, self.logit_bias
         ids = f"one or more tokens, each less than {size}"
@@ -182,14 +180,11 @@ class Request(BaseModel):
         length = args.max_tokens if length is None else length
         most = served.positions if length is None else length
         drafted = args.num_draft_tokens if drafted is None else drafted
-        given = self.stop, scores, echo, drafted
+        given = {"sampling": sampling, "penalties": penalties, "stops": self.stop, "echo": echo}
+        given |= {"logprobs": scores, "num_draft_tokens": drafted, "is_open": length is None}
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
         each = [(ids, min(most, served.positions - len(ids)), cuts) for ids, cuts in prompts]
-        return [
-            Ask(ids, n, sampling, penalties, seed, *given, cuts, is_open=length is None)
-            for ids, n, cuts in each
-            for seed in seeds
-        ]
+        return [Ask(ids, n, seed=s, cuts=cuts, **given) for ids, n, cuts in each for s in seeds]
 
 
 class ChatRequest(Request):
@@ -251,7 +246,7 @@ class Answer(Protocol):
     def end(self, parts: list[Part]) -> Iterable[Body | str]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dialect:
     """What clients send to a path, and how they are answered."""
 
@@ -271,10 +266,9 @@ class Dialect:
         """Check the fields of a request. ``Refused`` names one that is wrong."""
         match body:
             case {"tool_choice": {"type": "auto" | "none" as choice, **form}}:  # Anthropic's
-                one = (
-                    {"parallel_tool_calls": False} if form.get("disable_parallel_tool_use") else {}
-                )
-                body = body | {"tool_choice": choice} | one
+                body = body | {"tool_choice": choice}
+                if form.get("disable_parallel_tool_use"):
+                    body["parallel_tool_calls"] = False
         names = self.names | {name: own for own, name in self.names.items()}  # it has no other
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:

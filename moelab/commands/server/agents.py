@@ -1,13 +1,18 @@
-"""OpenAI's ``/v1/responses``, as Codex speaks it. No answer is kept; ``messages`` builds on it."""
+"""What coding agents speak: OpenAI's ``/v1/responses`` (Codex), Anthropic's ``/v1/messages``.
 
+Both read a conversation as items, of which a chat is made, and answer with items.
+"""
+
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from ...checkpoint import shorten
-from .ask import Ask, Body, Items, Part, Served
+from .ask import Ask, Body, Part, Run, Served, joined
 from .completions import error
 from .requests import Asked, ChatRequest, Dialect, Message, leave_out, shown
 from .text import Splitter
@@ -21,6 +26,12 @@ MOST_ITEMS = 256  # of the latest answers, which clients may name by their id al
 _latest = {}
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+SIGNATURE = "moelab"  # of thinking; clients may drop what has none
+REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+ERRORS |= {500: "api_error", 503: "overloaded_error"}
+DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+DELTAS |= {"call": ("input_json_delta", "partial_json")}
 
 
 def pieces(value: object, role: str = "user") -> Iterator[Body]:
@@ -101,6 +112,28 @@ class ItemsRequest(ChatRequest):
         return super().read(served)
 
 
+class Items:
+    """The items of a streamed answer, one for each run of what was written."""
+
+    def __init__(self):
+        self._number, self._runs = -1, []  # of the item that goes on
+
+    def steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
+        """Say which items ``begin``, have ``more``, ``end`` or are ``cut``, with what they say."""
+        for run in part.runs:
+            if not self._runs or self._runs[0].kind != run.kind or run.kind == "call":
+                yield from self._end("end")
+                self._number, self._runs = self._number + 1, []
+                yield "begin", self._number, run._replace(text="")
+            self._runs.append(run)
+            yield "more", self._number, run
+        if part.finish:
+            yield from self._end("cut" if part.finish == "length" else "end")
+
+    def _end(self, step):
+        return ((step, self._number, run) for run in joined(self._runs))
+
+
 class _Response:
     """An answer that is a list of items."""
 
@@ -167,11 +200,84 @@ class _Response:
         return {"type": f"response.{kind}", "sequence_number": next(self._numbers)} | fields
 
 
-def _error(words, param, status, code):
+def _failed(words, param, status, code):
     """Say what was wrong, instead of an answer or within a stream, in which Codex reads it."""
     failed = {"status": "failed", "error": {"code": code or "server_error", "message": words}}
     return error(words, param, status, code) | {"type": "response.failed", "response": failed}
 
 
+class _Message:
+    """An answer that is a list of blocks."""
+
+    def __init__(self, asked: Asked):
+        self._items = Items()
+        self._answer = {"id": f"msg-{asked.id}", "type": "message", "role": "assistant"}
+        self._answer |= {"model": asked.served.name, "content": [], "stop_reason": None}
+        self._answer |= {"stop_sequence": None, "usage": _usage(len(asked.asks[0].tokens), 0, 0)}
+
+    def whole(self, parts: list[Part]) -> Body:
+        if not parts:  # of a request to count
+            return {"input_tokens": self._answer["usage"]["input_tokens"]}
+        return self._answer | _ended(*parts) | {"content": [*map(_block, parts[0].runs)]}
+
+    def begin(self) -> Iterable[Body]:
+        yield {"type": "message_start", "message": self._answer}
+
+    def idle(self) -> Body:
+        return {"type": "ping"}
+
+    def part(self, index: int, part: Part) -> Iterable[Body]:
+        for step, number, run in self._items.steps(part):
+            kind, field = DELTAS[run.kind]
+            if step == "begin":
+                yield _event("start", number, content_block=_block(run))
+            elif step == "more":
+                yield _event("delta", number, delta={"type": kind, field: run.text})
+            else:
+                if run.kind == "reasoning":
+                    signed = {"type": "signature_delta", "signature": SIGNATURE}
+                    yield _event("delta", number, delta=signed)
+                yield _event("stop", number)
+
+    def end(self, parts: list[Part]) -> Iterable[Body]:
+        delta = _ended(*parts)
+        yield {"type": "message_delta", "usage": delta.pop("usage"), "delta": delta}
+        yield {"type": "message_stop"}
+
+
+def _ended(part):
+    """Say why a message ended, and how many tokens it took."""
+    stop = part.stop if part.finish == "stop" else None
+    reason = "stop_sequence" if stop else REASONS[part.finish]
+    return {"stop_reason": reason, "stop_sequence": stop, "usage": _usage(*part.usage)}
+
+
+def _block(run):
+    if run.kind == "content":
+        return {"type": "text", "text": run.text}
+    if run.kind == "reasoning":
+        return {"type": "thinking", "thinking": run.text, "signature": run.text and SIGNATURE}
+    given = json.loads(run.text or "{}")
+    return {"type": "tool_use", "id": run.id, "name": run.name, "input": given}
+
+
+def _event(kind, number, **fields):
+    return {"type": f"content_block_{kind}", "index": number} | fields
+
+
+def _usage(read, cached, written):
+    usage = {"input_tokens": read - cached, "cache_read_input_tokens": cached}
+    return usage | {"cache_creation_input_tokens": 0, "output_tokens": written}
+
+
+def _error(words, param, status, code):
+    kind = ERRORS.get(status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": words}}
+
+
 NAMES = {"input": "messages", "instructions": "system", "max_output_tokens": "max_tokens"}
-RESPONSES = Dialect("/v1/responses", ItemsRequest, _Response, _error, NAMES, prompt="input")
+RESPONSES = Dialect("/v1/responses", ItemsRequest, _Response, _failed, NAMES, prompt="input")
+NAMES = {"stop_sequences": "stop", "output_config": "reasoning"}
+LONG = "prompt is too long: {size} tokens > {most} maximum"
+MESSAGES = Dialect("/v1/messages", ItemsRequest, _Message, _error, NAMES, too_long=LONG)
+COUNT_TOKENS = replace(MESSAGES, path="/v1/messages/count_tokens", writes=False)
