@@ -15,11 +15,12 @@ class _Choices:
     """An answer that has a choice for each text."""
 
     def __init__(self, asked: Asked):
-        self._asked, self._request, self._tokenizer = asked, asked.request, asked.served.tokenizer
+        # Not ``asked``, which has this answer: a circle would stay until Python collects them.
+        self._asks, self._request = asked.asks, asked.request
+        self._tokenizer = asked.served.tokenizer
         self._detokenizer, self._told = self._tokenizer.detokenizer, {}
-        is_chat = isinstance(asked.request, ChatRequest)
-        self._choice = self._message if is_chat else self._text
-        name, *kinds = NAMES[is_chat]
+        self._is_chat, self._stream = isinstance(asked.request, ChatRequest), asked.stream
+        name, *kinds = NAMES[self._is_chat]
         self._head = {"id": f"{name}-{asked.id}", "object": kinds[asked.stream]}
         self._head |= {"created": asked.created, "model": asked.served.name}
 
@@ -29,7 +30,7 @@ class _Choices:
 
     def begin(self) -> Iterable[Body]:
         """Begin each text: the official client counts log probabilities of a first event twice."""
-        return (event for i in range(len(self._asked.asks)) for event in self.part(i, Part()))
+        return (event for i in range(len(self._asks)) for event in self.part(i, Part()))
 
     def idle(self) -> None: ...
 
@@ -41,10 +42,13 @@ class _Choices:
             yield self._head | {"choices": [], "usage": self._usage(parts)}
         yield "[DONE]"
 
+    def _choice(self, index, part):
+        return self._message(index, part) if self._is_chat else self._text(index, part)
+
     def _message(self, index, part):
         """Make a choice of what was said or, in a stream, of what was added."""
         said = {} if index in self._told else {"role": "assistant", "content": ""}
-        told, stream = self._told.get(index, 0), self._asked.stream
+        told, stream = self._told.get(index, 0), self._stream
         for kind, text, id, name in part.runs:
             if kind == "call":
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
@@ -54,7 +58,7 @@ class _Choices:
                 said[kind] = said.get(kind, "") + text
         self._told[index] = told
         scores = {"content": [self._score(*token) for token in part.tokens]}
-        scores = None if self._asked.asks[index].logprobs is None else scores
+        scores = None if self._asks[index].logprobs is None else scores
         choice = {"index": index, "logprobs": scores, "finish_reason": part.finish}
         return choice | {"delta" if stream else "message": said}
 
