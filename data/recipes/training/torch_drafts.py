@@ -1,12 +1,12 @@
 """The drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, a head for multi-token prediction.
 
-    python data/recipes/torch_drafts.py TEXT MODEL OUT [STEPS [NAME...]]
+    python data/recipes/training/torch_drafts.py TEXT MODEL OUT [STEPS [NAME...]]
 
 TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target; without a NAME all drafts are trained.
 Parameters are named as in z-lab's files, in mlx-lm's and in mlx-vlm's.
 
-B batch, T tokens, P prompt tokens, D hidden, A anchors, b block size, V vocabulary, n target
-layers that are read.
+The letters are those of ``tiny_moe.py``; P prompt tokens, A anchors, b block size, V vocabulary, n
+target layers that are read.
 """
 
 import json
@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tiny_drafts import BLOCK, DRAFTS, MASK_TOKEN, config_of
-from tiny_moe import TEXT_CONFIG
 from torch import nn
-from torch_qwen import MLP, DecoderLayer, Model, Writer, rotary_angles, rotate
-from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, read
+from torch_qwen import MLP, DecoderLayer, Heads, Writer, rotary_angles, rotate
+from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, opened
 
 GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
 WARMUP = 50  # steps until the rate is at its highest
@@ -39,19 +38,7 @@ STEPS = 4000
 DEPTHS = [1.0, 0.8, 0.64, 0.512]  # weight of the loss of each draft in a row of tiny-mtp
 
 
-class Attention(nn.Module):
-    def __init__(self, c):
-        super().__init__()
-        self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
-        self.dims = c["head_dim"]
-        D = c["hidden_size"]
-        self.q_proj = nn.Linear(D, self.heads * self.dims, bias=False)
-        self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
-        self.v_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
-        self.o_proj = nn.Linear(self.heads * self.dims, D, bias=False)
-        self.q_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
-        self.k_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
-
+class Attention(Heads):
     def forward(self, x, seen, angles, mask):
         def heads(y, n):
             return y.view(len(y), -1, n, self.dims).transpose(1, 2)
@@ -71,7 +58,7 @@ class Layer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, width=1)
         self.post_attention_layernorm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
         self.mlp = MLP(c["hidden_size"], c["intermediate_size"])
 
@@ -289,22 +276,12 @@ def train(model, embedding, texts, buckets, steps, generator, names):
 
 def main(data, model_dir, out, steps=STEPS, *names):
     """Write the text with the 4-bit target, dequantized, then train the drafts and save them."""
-    torch.manual_seed(0)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.cache_size_limit = 64
     buckets = BUCKETS
-    if not on_gpu:  # to try the code
+    if not torch.cuda.is_available():  # to try the code
         buckets = [{"prompt": 8, "length": 40, "texts": 4, "batch": 2, "anchors": 2, "share": 1.0}]
-    model = Model(TEXT_CONFIG)
-    model.load_state_dict(read(model_dir))
-    model = model.to(device).requires_grad_(False)
-    head = model.language_model.model.embed_tokens.weight.clone()  # float32
-    if on_gpu:
-        model.compile()
-        model = model.bfloat16()
-    ids = torch.from_numpy(np.load(Path(data) / "train.npy").astype(np.int16)).to(device)
+    model, head = opened(model_dir)
+    model.requires_grad_(False)
+    ids = torch.from_numpy(np.load(Path(data) / "train.npy").astype(np.int16)).to(head.device)
     generator = torch.Generator().manual_seed(0)
     texts = write_texts(model, head, ids, buckets, generator)
     embedding = model.language_model.model.embed_tokens.weight

@@ -1,11 +1,14 @@
 """tiny-moe's training in PyTorch: the 4-bit grid, Muon on it, and the loop.
 
-B batch, T tokens, E experts, L layers.
+    python data/recipes/training/torch_train.py TEXT OUT [MINUTES [CHECKPOINT]]
+
+TEXT is what ``corpus.py`` wrote. Compilation does not count as MINUTES. An exported CHECKPOINT is
+gone on from.
 """
 
-import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +23,8 @@ BALANCE = 0.01  # weight of the balance loss
 WARMUP = 300  # steps until the rate is at its highest
 # Shares of the time: when the rate begins to fall to zero, and the weights to be rounded.
 FALL_FROM, QUANTIZE_FROM = 0.4, 0.6
+RATE = 8e-3  # the highest learning rate
+BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence
 
 
 # Quantization: the affine grid of mx.quantize, with scales and biases in bfloat16
@@ -166,47 +171,55 @@ class Optimizer:
             p.copy_(self.rounded(w, bits) if quantized and bits else w)
 
 
-def batches(ids, batch, length, device, generator):
-    """Endless batches of windows [B, length + 1]; each pass cuts the text at another offset."""
+def batches(ids):
+    """Endless batches of windows [B, LENGTH + 1]; each pass cuts the text at another offset."""
+    generator, span = torch.Generator().manual_seed(0), torch.arange(LENGTH + 1, device=ids.device)
     while True:
-        offset = int(torch.randint(length, (1,), generator=generator))
-        starts = torch.arange(offset, len(ids) - length - 1, length)
-        starts = starts[torch.randperm(len(starts), generator=generator)].to(device)
-        span = torch.arange(length + 1, device=device)
-        for i in range(0, len(starts) - batch + 1, batch):
-            yield ids[starts[i : i + batch, None] + span].long()
+        offset = int(torch.randint(LENGTH, (1,), generator=generator))
+        starts = torch.arange(offset, len(ids) - LENGTH - 1, LENGTH)
+        starts = starts[torch.randperm(len(starts), generator=generator)].to(ids.device)
+        for i in range(0, len(starts) - BATCH + 1, BATCH):
+            yield ids[starts[i : i + BATCH, None] + span].long()
 
 
 @torch.no_grad()
-def evaluate(model, ids, nbytes, length, batch=8):
-    """Return the bits per byte of texts that are joined and cut into windows of one length."""
-    rows = ids.unfold(0, length + 1, length)
+def evaluate(model, ids, nbytes, batch=8):
+    """Bits per byte of texts that are joined and cut into windows of LENGTH tokens."""
+    rows = ids.unfold(0, LENGTH + 1, LENGTH)
     losses = [model(some.long())[0].mean() for some in rows.split(batch) if len(some) == batch]
     return torch.stack(losses).mean().item() / math.log(2) * len(ids) / nbytes
 
 
-def train(data, out, minutes, batch, length, lr, resume, seed=0):
-    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine."""
-    torch.manual_seed(seed)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def opened(checkpoint=None):
+    """The model, with the weights of a checkpoint if given, and its embedding in float32.
+
+    On a GPU it is compiled and in bfloat16.
+    """
+    torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.cache_size_limit = 64
-    manifest = json.loads((data / "manifest.json").read_text())["splits"]
-
-    def load(name):
-        return torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int32)).to(device)
-
-    held = {n: (load(n), manifest[n]["bytes"], length) for n in ("valid", "heldout")}
-    stream = batches(load("train"), batch, length, device, torch.Generator().manual_seed(seed))
-
     model = Model(TEXT_CONFIG)
-    if resume:
-        model.load_state_dict(read(resume))
-    model = model.to(device)
-    if device == "cuda":
+    if checkpoint:
+        model.load_state_dict(read(checkpoint))
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    embedding = model.language_model.model.embed_tokens.weight.detach().clone()
+    if embedding.is_cuda:
         model.compile()
         model = model.bfloat16()
-    optimizer = Optimizer(model, lr)
+    return model, embedding
+
+
+def main(data, out, minutes=25, checkpoint=None):
+    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine."""
+    data, out, minutes = Path(data), Path(out), float(minutes)
+    manifest = json.loads((data / "manifest.json").read_text())["splits"]
+    model, embedding = opened(checkpoint)
+
+    def load(name):
+        return torch.from_numpy(np.load(data / f"{name}.npy").astype(np.int32)).to(embedding.device)
+
+    held = {n: (load(n), manifest[n]["bytes"]) for n in ("valid", "heldout")}
+    stream, optimizer = batches(load("train")), Optimizer(model, RATE)
     log, step, spent = [], 0, 0.0
     for quantized in (True, False):  # compiles before the clock starts, as the first step does
         optimizer.write(quantized)
@@ -231,11 +244,11 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
             continue
         line = {
             "step": step,
-            "tokens": step * batch * length,
+            "tokens": step * BATCH * LENGTH,
             "seconds": round(spent, 1),
             "loss": round(nats, 4),
             "balance": round(balance.item(), 4),
-            "tokens_per_s": round(20 * batch * length / (spent - before)),
+            "tokens_per_s": round(20 * BATCH * LENGTH / (spent - before)),
         }
         if step % 500 == 0:
             line["valid_bpb"] = round(evaluate(model, *held["valid"]), 4)
@@ -244,9 +257,9 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
             spent = time.perf_counter() - clock
         log.append(line)
         print(json.dumps(line), flush=True)
-    report = {"log": log, "steps": step, "batch": batch, "length": length, "lr": lr}
+    report = {"log": log, "steps": step, "batch": BATCH, "length": LENGTH, "lr": RATE}
     report |= {"start": FALL_FROM, "decay": DECAY, "seconds": spent, "torch": torch.__version__}
-    report["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    report["device"] = torch.cuda.get_device_name() if embedding.is_cuda else "cpu"
     for quantized in (False, True):
         optimizer.write(quantized)
         for name in held:
@@ -257,17 +270,5 @@ def train(data, out, minutes, batch, length, lr, resume, seed=0):
     print(json.dumps(report | {"log": len(log)}, indent=1), flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", type=Path, help="folder that data/recipes/corpus.py wrote")
-    parser.add_argument("out", type=Path, help="folder for the checkpoint and training.json")
-    parser.add_argument("--minutes", type=float, default=25, help="compilation apart")
-    parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
-    parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence")
-    parser.add_argument("--lr", type=float, default=8e-3, help="the highest learning rate")
-    parser.add_argument("--resume", type=Path, help="an exported checkpoint to go on from")
-    train(**vars(parser.parse_args()))
-
-
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

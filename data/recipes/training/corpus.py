@@ -1,10 +1,9 @@
 """Text for the models in ``data/models``: Python packages under permissive licences.
 
-    pip install --no-deps --target build/corpus/site -r data/recipes/corpus_packages.txt
-    python data/recipes/corpus.py build/corpus/site build/corpus
+    python data/recipes/training/corpus.py build/corpus/site build/corpus
 
-Cleans, splits and tokenizes them, and writes ``tokenizer/``, ``train.npy``, ``valid.npy`` (uint16
-ids), ``heldout/`` and ``manifest.json``.
+The first folder is what pip made of ``corpus_packages.txt``. Cleans, splits and tokenizes it, and
+writes ``tokenizer/``, ``train.npy``, ``valid.npy`` (uint16 ids), ``heldout/``, ``manifest.json``.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Qwen3.5-MoE in PyTorch for training, its parameters named and shaped as mlx-lm's.
 
 It computes what ``mlx_lm.models.qwen3_5_moe`` computes, so that a checkpoint only needs to be
-quantized. B batch, T tokens, D hidden, F expert hidden, E experts, K experts per token, H heads.
+quantized. The letters are those of ``tiny_moe.py``; H heads.
 """
 
 import torch
@@ -133,18 +133,25 @@ def attend_chain(q, k, v, chain):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not j)
 
 
-class Attention(nn.Module):
-    def __init__(self, c):
+class Heads(nn.Module):
+    """What every attention has; a query has ``width`` times the numbers of a key."""
+
+    def __init__(self, c, width):
         super().__init__()
         self.heads, self.kv_heads = c["num_attention_heads"], c["num_key_value_heads"]
         self.dims = c["head_dim"]
         D = c["hidden_size"]
-        self.q_proj = nn.Linear(D, self.heads * self.dims * 2, bias=False)
+        self.q_proj = nn.Linear(D, self.heads * self.dims * width, bias=False)
         self.k_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
         self.v_proj = nn.Linear(D, self.kv_heads * self.dims, bias=False)
         self.o_proj = nn.Linear(self.heads * self.dims, D, bias=False)
         self.q_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
         self.k_norm = nn.RMSNorm(self.dims, c["rms_norm_eps"])
+
+
+class Attention(Heads):
+    def __init__(self, c):
+        super().__init__(c, width=2)
         rope = c["rope_parameters"]
         self.half = int(self.dims * rope["partial_rotary_factor"]) // 2
         self.theta = rope["rope_theta"]
@@ -324,7 +331,7 @@ class Writer:
     The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """
 
-    def __init__(self, model, head, texts, prompt, length, sampled=0, temperature=1.0):
+    def __init__(self, model, head, texts, prompt, length, sampled, temperature):
         self.model, self.head = model.language_model.model, head
         self.prompt, self.length = prompt, length
         self.sampled, self.temperature = sampled, temperature

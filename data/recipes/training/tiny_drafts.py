@@ -1,13 +1,8 @@
 """Drafts for tiny-moe: tiny-dflash by blocks, tiny-draft by tokens, tiny-mtp from hidden states.
 
-    pip install --no-deps --target build/drafts/site -r data/recipes/draft_packages.txt
-    python data/recipes/tiny_drafts.py text build/drafts/site data/models/tiny-moe build/drafts
-    python data/recipes/torch_drafts.py build/drafts data/models/tiny-moe OUT       # on a CUDA GPU
-    python data/recipes/tiny_drafts.py pack OUT data/models/tiny-moe data/models    # anywhere
-
-The drafts learn what the 4-bit target itself writes. ``torch_drafts`` needs PyTorch and fla-core,
-and neither MLX nor moelab; ``pack`` needs MLX. ``python -m moelab bench --draft`` measures
-how many tokens of a draft are accepted.
+The README of ``data/models/tiny-dflash`` has the commands. The drafts learn what the 4-bit target
+itself writes. ``torch_drafts`` needs a CUDA GPU, PyTorch and fla-core, and neither MLX nor moelab;
+``pack`` needs MLX. ``python -m moelab bench --draft`` measures how many tokens are accepted.
 """
 
 import hashlib

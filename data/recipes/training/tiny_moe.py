@@ -1,10 +1,7 @@
 """tiny-moe: a Qwen3.5-MoE hybrid small enough to ship, in mlx-lm's own format.
 
-    python data/recipes/corpus.py build/corpus/site build/corpus       # text, tokenizer
-    python data/recipes/torch_train.py build/corpus OUT --minutes 25   # on a CUDA GPU
-    python data/recipes/evaluate.py OUT                                # anywhere
-
-Training needs PyTorch and fla-core, and neither MLX nor moelab.
+The README of ``data/models/tiny-moe`` has the commands. Training needs a CUDA GPU, PyTorch and
+fla-core, and neither MLX nor moelab.
 """
 
 import corpus
