@@ -2,7 +2,6 @@
 
     python data/recipes/published.py OUT.json
     python data/recipes/published.py OUT.json pairs    settings of one machine, and the one planned
-    python data/recipes/published.py OUT.json macs     plans for Macs, beside those of half of each
     python data/recipes/published.py OUT.json own      ours, planned with costs of the same machine
 
 Nothing is measured: the records are computed.
@@ -21,7 +20,6 @@ authors'; an empty field is not in the source.
 import hashlib
 import re
 import sys
-from contextlib import suppress
 from itertools import combinations
 
 import numpy as np
@@ -30,9 +28,8 @@ import pandas as pd
 from moelab.configs import one_of
 from moelab.lab import records
 from moelab.lab.experiments import page_cache
-from moelab.lab.experiments.plan import forecast
 from moelab.lab.models import named
-from moelab.memory import Most, swap_risk
+from moelab.memory import Most
 from moelab.replay.machine import CHIPS, Machine, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
@@ -297,38 +294,6 @@ def by_group(table):
     return pd.DataFrame(found)
 
 
-# Macs (GB, chip, GB/s of the SSD) and models of the table ``macs``.
-MACS = (8, "M2", 1.5), (16, "M4", 2.9), (24, "M4", 3.4), (32, "M5", 6.0)
-MACS += (64, "M5 Pro", 12.8), (128, "M5 Max", 13.5)
-PLANNED = "gpt-oss-20b", "gemma-4-26b-a4b", "qwen3.5-35b-a3b", "gpt-oss-120b"
-PLANNED += "qwen3.5-122b-a10b", "glm-5"
-
-
-def macs():
-    """Slots and speeds of plans for Macs, and of plans that fill half (before) or the most.
-
-    ``at_risk_`` is a plan with which a Mac swaps every other time; its speed is without swapping.
-    """
-    found = []
-    for ram, chip, ssd in MACS:
-        machine = Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)
-        edge = Most(*3 * machine.most[2:])
-        tries = {"": machine.most, "before_": half(ram), "at_risk_": edge}
-        for name in PLANNED:
-            row = {"variant": f"{chip}, {ram} GB", "model": name}
-            for which, most in tries.items():
-                with suppress(ValueError):  # it does not fit
-                    plan = named(name, most)
-                    held = plan.other_nbytes + plan.facts.slots_nbytes
-                    speed = 1 / forecast(name, machine, slots=plan.slots).advice.token_s
-                    row |= {f"{which}slots": plan.slots, f"{which}plan_tok_s": speed}
-                    left_gb = (machine.ram_nbytes - held) / 1e9
-                    row |= {f"{which}left_gb": left_gb, "of": plan.num_experts}
-                    row |= {f"{which}risk": swap_risk(machine.ram_nbytes, held)}
-            found.append(row)
-    return pd.DataFrame(found)
-
-
 def pairs():
     """``settings``, and in words what ``by_group`` says of them."""
     table = settings()
@@ -386,7 +351,7 @@ def main(out, what="speeds"):
     if what == "own":
         settings = {"records": [speeds for _, _, speeds, _ in OWN]}
     running = records.Running("published", settings)
-    found = {"speeds": speeds, "pairs": pairs, "macs": macs, "own": own}[what]()
+    found = {"speeds": speeds, "pairs": pairs, "own": own}[what]()
     text, table = found if isinstance(found, tuple) else (found.round(2).to_string(), found)
     load = running.record([])["load"]  # no other process disturbs what is computed
     records.print_and_save(text, running.table(table.to_dict("records"), load=load), out)
