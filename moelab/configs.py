@@ -27,10 +27,7 @@ for _name, _config in CONFIGS.items():
 
 
 def one_of(names: Iterable[str], given: str, also: str = "") -> str:
-    """The name that is meant, whatever its case, spaces and dashes.
-
-    An error offers near names, or all; ``also`` says what else could be given.
-    """
+    """The name that is meant, whatever its case, spaces and dashes; an error offers near ones."""
     plain = {_plain(name): name for name in names}
     if _plain(given) in plain:
         return plain[_plain(given)]

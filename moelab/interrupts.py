@@ -71,10 +71,7 @@ def _kill_children():
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """If Ctrl-C ends the process inside the block, call ``undo`` and print what it returns.
-
-    If ``after``, call it after the block, too.
-    """
+    """Call ``undo``, and print its answer, if Ctrl-C ends the block; with ``after`` always."""
     _undo.append(undo)
     try:
         yield

@@ -97,10 +97,7 @@ def _scale_table(path, fan_in, bits):
 
 
 def _chunks(tensor, shapes, sizes, seed, silent_rows, routers=None):
-    """Yield the bytes of one tensor as numpy arrays of about ``CHUNK_NBYTES``.
-
-    ``sizes`` has the settings of the quantization, by path where they are not ``GROUP_SIZE``'s.
-    """
+    """Yield the bytes of one tensor as numpy arrays of about ``CHUNK_NBYTES``."""
     if tensor.given is not None:
         yield tensor.given
         return

@@ -23,7 +23,7 @@ from speaker import CALL, USAGE, Speaker, speaking  # noqa: E402
 
 from moelab.commands.server.ask import Part  # noqa: E402
 
-BUILD, LONG, SILENCE_S = ROOT / "build" / "clients", "done " * 2000, 30
+BUILD, LONG = ROOT / "build" / "clients", "done " * 2000
 TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # of those that have a tool f
 AI_SDK = """
 import { generateText, streamText, tool, stepCountIs } from 'ai';
@@ -90,7 +90,7 @@ class Scripted(Speaker):
     def _write(self, tell):
         self._next += 1
         if self._next == len(self._turns):
-            time.sleep(SILENCE_S)
+            time.sleep(30)
         for said in self._turns[(self._next - 1) % len(self._turns)]:
             tell(Part(said))
         tell(Part(finish="stop", usage=USAGE))
@@ -143,14 +143,8 @@ def codex():
     turns = [["I read it. ", call("cat a.txt")], ["<think>Hm</think>", *both], [LONG]]
     with speaking(engine=Scripted(turns)) as url:
         here = f'{{name="here", base_url="{url}", stream_idle_timeout_ms=10000}}'
-        options = [
-            "-m",
-            "default_model",
-            "-c",
-            "model_provider=here",
-            "-c",
-            f"model_providers.here={here}",
-        ]
+        options = ["-m", "default_model", "-c", "model_provider=here"]
+        options += ["-c", f"model_providers.here={here}"]
         options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
         command = folder / "node_modules" / ".bin" / "codex"
         home = os.environ | {"CODEX_HOME": str(file.parent)}

@@ -19,7 +19,6 @@ from moelab.lab.texts import heldout_code
 from moelab.lab.variants import resident_like
 
 SIZES = (1, 2, 4, 8, 16, 40, 160)  # tokens of a pass
-TOGETHER = 25  # passes of one text
 
 
 def soak(path, config, passes=334, sizes=SIZES):
@@ -31,7 +30,7 @@ def soak(path, config, passes=334, sizes=SIZES):
     rng, at = random.Random(config.slots), 0
     with resident, model:
         for i in range(passes):
-            if i % TOGETHER == 0:
+            if i % 25 == 0:  # another text
                 caches = [make_prompt_cache(m) for m in (model, resident)]
             T = rng.choice(sizes)
             inputs, at = mx.array([ids[at : at + T]]), (at + T) % (len(ids) - max(sizes))

@@ -17,8 +17,6 @@ from moelab.lab import limit, records
 from moelab.lab.models import folder
 from moelab.lab.texts import PROMPTS
 
-COUNTS = 16  # counts of a run after the first one
-
 
 def counts(path, slots, tokens):
     """The rows of one run, in this process: memory every few tokens of a long greedy text."""
@@ -29,7 +27,7 @@ def counts(path, slots, tokens):
         for i in range(tokens + 1):
             y = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
             mx.eval(y)
-            if i % max(1, tokens // COUNTS) == 0:
+            if i % max(1, tokens // 16) == 0:
                 row = {
                     "tokens": i,
                     "active_nbytes": mx.get_active_memory(),

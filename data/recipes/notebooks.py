@@ -25,8 +25,7 @@ from PIL import Image
 from moelab.lab.plots import pages
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDTH, SCALE = 800, 1.5  # CSS pixels; pixels of the file to each
-PALETTE = 256  # colours of a file, which is then a third as large
+WIDTH = 800  # CSS pixels
 # A path of the machine that ran the notebook, in JSON, which doubles a backslash: none is kept,
 # tests/test_docs.py says.
 MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\\\)")
@@ -36,9 +35,10 @@ warnings.filterwarnings("ignore", "The kopts argument")
 
 def png(figure, width, height=None):
     """A figure of plotly as a small PNG file, in base64."""
-    made = go.Figure(figure).to_image("png", width=width, height=height, scale=SCALE)
+    made = go.Figure(figure).to_image("png", width=width, height=height, scale=1.5)
     drawn, file = Image.open(io.BytesIO(made)), io.BytesIO()
-    drawn.convert("RGB").quantize(PALETTE).save(file, "png", optimize=True)
+    # With 256 colours a file is a third as large.
+    drawn.convert("RGB").quantize(256).save(file, "png", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 

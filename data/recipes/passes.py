@@ -20,7 +20,7 @@ from moelab.speculation import gated_delta_cuda
 from moelab.speculation.rollback import Rollback
 
 POSITIONS = (1, 2, 4, 8, 16, 17)  # 17: one token and 16 drafts
-ROUNDS, TEXT_TOKENS = 20, 512
+ROUNDS = 20
 
 
 def reader(model, ids, at):
@@ -67,7 +67,7 @@ def main(out, model, *slots):
     configs = {"resident": StreamConfig(mode="resident")}
     configs |= {f"{n} slots": StreamConfig(slots=int(n)) for n in slots}
     models = {name: load(model, config)[0] for name, config in configs.items()}
-    ids, fits, made = heldout_ids(folder(model), [TEXT_TOKENS], 1)[0], gated_delta_cuda.fits, {}
+    ids, fits, made = heldout_ids(folder(model), [512], 1)[0], gated_delta_cuda.fits, {}
     on_cuda = {", kernel": fits, ", loop": lambda **_: False}
     try:
         for recurrence, use in on_cuda.items() if mx.cuda.is_available() else [("", fits)]:

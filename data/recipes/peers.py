@@ -61,13 +61,9 @@ PACKAGES = {
     MLX_VLM: ("mlx-vlm==0.7.10",),
 }
 NAMES = (MOELAB, MLX_LM, *PACKAGES)
-LEFT_OUT = ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")  # of llama.cpp's build
 BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
-BUILD += [f"-DLLAMA_BUILD_{part}=OFF" for part in LEFT_OUT]
+BUILD += [f"-DLLAMA_BUILD_{p}=OFF" for p in ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
 EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # the names of tensors in a GGUF file
-CACHE_SHARE = 0.5  # of memory, for mlx-vlm's experts; the rest is for its buffers and page cache
-STEP_NBYTES, STEP_S = 10_000_000, 0.05  # a falling limit loses 10 MB every 0.05 s
-FALLING = 256  # at most so many tokens are read while the limit falls
 
 
 def install():
@@ -243,9 +239,9 @@ def sample_here(peer, path, ids, feed, warmup, tokens, limits, options):
 
 
 def _fall(first, last):
-    for nbytes in range(first, last, -STEP_NBYTES):
+    for nbytes in range(first, last, -10_000_000):
         limit.lower(nbytes)
-        time.sleep(STEP_S)
+        time.sleep(0.05)
     limit.lower(last)
 
 
@@ -285,7 +281,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
     """
     path = folder(path)
     if isinstance(text, str | Path):
-        more = FALLING + tokens if any(len(given) == 2 for given in limits) else 0
+        more = 256 + tokens if any(len(given) == 2 for given in limits) else 0
         ids, behind = texts_of(text, warmup + tokens + more, path)
         texts, feed = {"": (ids[-prompt:], behind, warmup, tokens)}, Path(text).name
     else:
@@ -304,7 +300,8 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
             options = {"slots": "auto"} | options
         elif peer == MLX_VLM and nbytes:
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
-            options = {"expert_cache_gb": max(0, nbytes - others) * CACHE_SHARE / 1e9}
+            # The other half is for its buffers and the page cache.
+            options = {"expert_cache_gb": max(0, nbytes - others) / 2e9}
         arguments = peer, str(file), *text, limits, options
         made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)
         told |= {"peer": given, "file_nbytes": sum(p.stat().st_size for p in parts)}

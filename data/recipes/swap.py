@@ -35,7 +35,6 @@ from moelab.streaming.session import session_of
 STEPS, WARMUP = 10, 60  # steps in which memory is taken; tokens before the first that counts
 NEW_CGROUPS = 0x02000000  # of unshare(2): the process's cgroup becomes the root that it sees
 VARIANTS = "with the watch", "without it"
-ROW_S = 1.0  # seconds of decoding in a row
 
 
 class NoSwap(OSError):
@@ -134,7 +133,7 @@ def rows_of(prepared, path, variant, taken, seconds):
     """The rows of one variant, in processes of its own."""
     rows, asked = [], 0
     with (
-        started(prepared, "decode", path, variant, seconds, ROW_S, hidden=True) as model,
+        started(prepared, "decode", path, variant, seconds, 1.0, hidden=True) as model,
         started(prepared, "take", taken // STEPS) as other,
     ):
         for line in model.stdout:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import StreamConfig, load
+from .. import load
 from ..checkpoint import check_writable
 from ..prompt import encode, render, vocabulary
 from ..streaming.session import session_of
@@ -20,8 +20,9 @@ from .stream_options import add_stream_options, say_plan, streaming_given
 MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
 
 
-def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
-    """Read a prompt, save the model's state after it, and return the number of tokens."""
+def run(args: argparse.Namespace) -> None:
+    """Read a prompt and save the model's state after it."""
+    config = streaming_given(args)
     file, loading, known = Path(args.prompt_cache_file).resolve(), arguments.loading_given(args), {}
     _check_file(file)
     check_kv_cache(args, config)
@@ -52,7 +53,7 @@ def cache_prompt(args: argparse.Namespace, config: StreamConfig) -> int:
             pass
         metadata = {"model": args.model, "tokenizer_config": json.dumps(known)}
         write_prompt_cache(file, cache, metadata)
-    return len(ids)
+    print(f"{args.prompt_cache_file}: {len(ids)} tokens")
 
 
 def _check_file(file):
@@ -87,7 +88,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_kv_cache(parser, max_size=True)
     arguments.add_loading(parser)
     add_stream_options(parser, sampling=True)  # options are named as in generate
-
-
-def run(args: argparse.Namespace) -> None:
-    print(f"{args.prompt_cache_file}: {cache_prompt(args, streaming_given(args))} tokens")

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from ..hooks import with_globals
 from ..interrupts import undone
 from ..prompt import templated
-from ..streaming.config import StreamConfig
 from ..streaming.model import load
 from ..streaming.session import session_of
 from . import arguments
@@ -39,8 +38,9 @@ class ChatUI(mlx_lm_chat.ChatUI):
         return text
 
 
-def chat(args: argparse.Namespace, config: StreamConfig) -> None:
+def run(args: argparse.Namespace) -> None:
     """Chat until ``q``, Ctrl-C or the end of standard input."""
+    config = streaming_given(args)
     check_kv_cache(args, config)
     with ExitStack() as stack:
         draft = open_draft(args.draft_model, config.kernels, args.model)
@@ -121,7 +121,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_loading(parser)
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)
-
-
-def run(args: argparse.Namespace) -> None:
-    chat(args, streaming_given(args))

@@ -24,10 +24,7 @@ LOOKUP, MTP = "lookup", "mtp"
 def open_draft(
     draft: str | Path | None, kernels: str = "auto", target: str | Path | None = None
 ) -> Draft | None:
-    """Open a draft: ``lookup``, ``mtp`` (the head in the folder of the ``target``), or a folder.
-
-    The folder has a language model, a DFlash draft or a draft head.
-    """
+    """Open a draft: ``lookup``, ``mtp`` (the head in the target's folder), or that of a folder."""
     if draft is None:
         return None
     if draft == LOOKUP:

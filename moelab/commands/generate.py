@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from .. import StreamConfig, load, stats
+from .. import load, stats
 from ..prompt import encode, from_prompt_on, templated, vocabulary
 from ..repack import measure_gain
 from ..streaming.config import SLOT_MODES
@@ -24,16 +24,15 @@ from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
 
-# ``repack`` is named after a text of at least so many tokens that it would make so much faster.
-LEAST_TOKENS, WORTH = 32, 1.2
+WORTH = 1.2  # ``repack`` is named if a text would have come so many times as fast
 
 
-def generate(args: argparse.Namespace, config: StreamConfig) -> None:
+def run(args: argparse.Namespace) -> None:
     """Print a model's continuation and, with ``verbose``, a line of figures; of ranks only 0 does.
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    loading, cache = arguments.loading_given(args), None
+    config, loading, cache = streaming_given(args), arguments.loading_given(args), None
     if args.prompt_cache_file is not None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
@@ -128,7 +127,7 @@ def _say_gain(session, r, wait_s, path):
     """Say on stderr if the text would have come much faster from a repacked model."""
     time_s = r.generation_tokens / r.generation_tps
     # Even reads that take no time might gain too little, and a text's first tokens read the most.
-    could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= LEAST_TOKENS
+    could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= 32
     if not could or session.ranks or session.config.mode not in SLOT_MODES:
         return
     if (gain := measure_gain(session.facts, session.reader)) is None:
@@ -201,7 +200,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
-
-
-def run(args: argparse.Namespace) -> None:
-    generate(args, streaming_given(args))

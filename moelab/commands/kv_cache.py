@@ -146,10 +146,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read a file's caches and metadata; raise anything for one that is damaged.
-
-    ``made``: what the metadata must say of how a server made it.
-    """
+    """A file's caches and metadata (``made``: as a server must have made it); raise if damaged."""
     held = read_header(file, "make it again")
     cache, metadata = load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:

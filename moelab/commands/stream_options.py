@@ -19,10 +19,7 @@ STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.com
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
-    """Add an option for each field of ``StreamConfig`` that has one; None if it is not given.
-
-    With ``sampling`` there is one ``--mode``, and mlx-lm's ``--top-k`` and ours get longer names.
-    """
+    """Add an option for each field of ``StreamConfig`` that has one; None if it is not given."""
     parser.set_defaults(default_slots=slots)
     group = parser.add_argument_group("how experts are streamed")
     if sampling:

@@ -47,10 +47,7 @@ def describe() -> str:
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels, if they fit it. Modules inside it must come first.
-
-    It gives whether they fit the module's matrices, None if it has none of its own.
-    """
+    """Let a module compute with the kernels; give whether they fit, None if it has no matrix."""
     cls = type(module)
     if cls not in FAST:
         if _is_mlp(cls):

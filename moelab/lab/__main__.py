@@ -1,23 +1,23 @@
 """python -m moelab.lab NAME: scripts that make a record or pages.
 
-Each is a module of the lab whose ``main`` takes the words that follow the name, and returns the
-exit status or None. Only the module of the script that was given is imported. Exit status: 1 for an
-error, 2 for a wrong command line.
+Each is a function of the lab that takes the words that follow the name, and returns the exit status
+or None. Only the module of the script that was given is imported. Exit status: 1 for an error, 2
+for a wrong command line.
 """
 
 import argparse
-import importlib
 import inspect
+import pkgutil
 import sys
 from collections.abc import Callable
 
-SCRIPTS = {  # name: its module, what it does
-    "call": ("limit", "a function in this process, for ranks and memory limits"),
-    "costs": ("experiments.costs", "what reads, tokens and arithmetic cost, for a replay"),
-    "index": ("plots.index", "write the index of a folder of pages again"),
-    "pages": ("plots.pages", "run the notebooks and write an HTML page for each"),
-    "ranks": ("experiments.ranks", "experts divided over ranks of this machine"),
-    "timeline": ("experiments.timeline", "what runs when in a token"),
+SCRIPTS = {  # name: its function, what it does
+    "call": ("limit:main", "a function in this process, for ranks and memory limits"),
+    "costs": ("experiments.costs:main", "what reads, tokens and arithmetic cost, for a replay"),
+    "index": ("plots.pages:write_index", "write the index of a folder of pages again"),
+    "pages": ("plots.pages:main", "run the notebooks and write an HTML page for each"),
+    "ranks": ("experiments.ranks:main", "experts divided over ranks of this machine"),
+    "timeline": ("experiments.timeline:main", "what runs when in a token"),
 }
 
 
@@ -37,15 +37,15 @@ def script(argv: list[str]) -> Callable[..., int | None]:
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )
     scripts = parser.add_subparsers(required=True, metavar="NAME")
-    for name, (module_name, help_text) in SCRIPTS.items():
+    for name, (where, help_text) in SCRIPTS.items():
         words = scripts.add_parser(
             name, help=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         if name in argv[:1]:
-            module = importlib.import_module(f"{__package__}.{module_name}")
-            words.description = module.__doc__
-            words.set_defaults(run=module.main)
-            for word in inspect.signature(module.main).parameters.values():
+            run = pkgutil.resolve_name(f"{__package__}.{where}")
+            words.description = inspect.getmodule(run).__doc__
+            words.set_defaults(run=run)
+            for word in inspect.signature(run).parameters.values():
                 nargs = "*" if word.kind is word.VAR_POSITIONAL else None
                 words.add_argument(word.name, metavar=word.name.upper(), nargs=nargs, default=[])
     return parser.parse_args(argv).run

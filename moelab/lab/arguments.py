@@ -42,20 +42,14 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 
 def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
-    """The options' configuration of each mode, by its text.
-
-    An option that has no effect in any of the modes ends the command.
-    """
+    """The options' configuration of each mode; an option without effect ends the command."""
     configs = parse_modes(args.modes, stream_config(args))
     check_stream_options(args, configs)
     return configs
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
-    """Parse ``"resident,fused,fused/readers=1"``: each mode's text to ``base`` with its fields.
-
-    Without ``base``, each has ``MEASURED_SLOTS``.
-    """
+    """Parse ``"resident,fused,fused/readers=1"``: each mode's text to ``base`` with its fields."""
     base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
     for name in (part.strip() for part in text.split(",")):
         if name in configs:

@@ -8,7 +8,6 @@ the figure in words follow from the table.
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,10 +16,8 @@ from .plots import style  # imported first: its error says which package to inst
 # isort: split
 import plotly.graph_objects as go
 from IPython.display import display
+from pandas import DataFrame
 from plotly.subplots import make_subplots
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 # Pixels of a bar with its gap, and of a panel's title and axis.
 BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
@@ -31,7 +28,7 @@ COLORS = 6  # of ``style.COLORS``: whiskers are not seen on black, numbers not o
 
 
 def bars(
-    samples: "DataFrame",
+    samples: DataFrame,
     x: str,
     y: str = "variant",
     panel: str | None = None,
@@ -81,7 +78,7 @@ def bars(
 
 
 def parts(
-    samples: "DataFrame",
+    samples: DataFrame,
     columns: Mapping[str, str],
     y: str = "variant",
     panel: str | None = None,
@@ -114,7 +111,7 @@ def parts(
 
 
 def lines(
-    samples: "DataFrame",
+    samples: DataFrame,
     x: str,
     y: str,
     by: str | None = "variant",
@@ -163,7 +160,7 @@ def lines(
     return style.describe(fig, f"{axes[1]} over {axes[0]}. " + " ".join(words), finding)
 
 
-def timeline(spans: "DataFrame", *, title: str, axis: str, finding: str) -> go.Figure:
+def timeline(spans: DataFrame, *, title: str, axis: str, finding: str) -> go.Figure:
     """Draw each span (a row: ``lane``, ``what``, ``begin_s``, ``end_s``) as a bar in ms."""
     spans = spans.assign(begin_ms=spans.begin_s * 1e3, ms=(spans.end_s - spans.begin_s) * 1e3)
     fig = _figure(spans, {}, title, "", "", "", barmode="overlay", showlegend=True)
@@ -177,7 +174,7 @@ def timeline(spans: "DataFrame", *, title: str, axis: str, finding: str) -> go.F
     return style.describe(fig, f"Timeline, {axis}. {told}.", finding)
 
 
-def table(frame: "DataFrame", form: str = "{:.3g}") -> None:
+def table(frame: DataFrame, form: str = "{:.3g}") -> None:
     """Show a table, with its index as the first column; ``form`` is the format of fractions."""
     plain = frame.to_string() if len(frame) else "nothing"
     display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
@@ -188,7 +185,7 @@ def say(text: str) -> None:
     display({"text/markdown": text, "text/plain": text}, raw=True)
 
 
-def as_html(frame: "DataFrame", form: str = "{:.3g}") -> str:
+def as_html(frame: DataFrame, form: str = "{:.3g}") -> str:
     """Write a table as escaped HTML, with the arguments of ``table``."""
 
     def written(cell):

@@ -28,23 +28,22 @@ from .oscache import drop_pages
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
 MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
 MIN_COLD_BYTES_PER_S = 0.2e9  # slower: a network or a spinning disk
-MAX_EVALUATION_S = 1e-3  # longer: a busy CPU. A GPU that idled may take longer, too.
 MORE_RUNS = 4  # of a cold read that was too slow
 
 
-def dispatch_cost(count: int = 200) -> tuple[float, float]:
+def dispatch_cost() -> tuple[float, float]:
     """Seconds of one small operation, in a chain that is evaluated at its end and by itself."""
 
     def timed(each):
         x = mx.zeros((1, 8))
         mx.eval(x)
         started = time.perf_counter()
-        for _ in range(count):
+        for _ in range(200):
             x = x + 1
             if each:
                 mx.eval(x)
         mx.eval(x)
-        return (time.perf_counter() - started) / count
+        return (time.perf_counter() - started) / 200
 
     timed(True)  # warm-up
     return tuple(statistics.median(timed(each) for _ in range(5)) for each in (False, True))
@@ -83,7 +82,7 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
 
     chained, evaluated = dispatch_cost()
     yield (
-        evaluated < MAX_EVALUATION_S or c["device"] == "gpu",
+        evaluated < 1e-3 or c["device"] == "gpu",  # a GPU that idled may take longer, too
         f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, "
         f"{evaluated * 1e6:.0f} us evaluated by itself, with a {_load()}",
         "over 1 ms: the machine is busy, so timings will mean little; stop other work",
@@ -93,7 +92,6 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
 
 
 def _load():
-    """How busy this machine is, in words."""
     return f"load of {os.getloadavg()[0]:.1f} on this machine's {card()['cores']} cores"
 
 

@@ -16,28 +16,20 @@ import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import numpy as np
 from IPython.display import display
+from pandas import DataFrame
 
 from ..shipped import shipped
 from . import charts, records
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
-CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS = (
-    "confirmed",
-    "refuted",
-    "depends",
-    "open",
-    "cannot be tested here",
-)
+VERDICTS = "confirmed", "refuted", "depends", "open", "cannot be tested here"
+CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
 # Okabe and Ito's blue, vermilion and orange, and greys: no green that says "right".
 COLORS = dict(zip(VERDICTS, ("#0072B2", "#D55E00", "#E69F00", "#999999", "#CCCCCC")))
-TOLD = 2  # regimes of a verdict whose numbers a reason tells
 
 
 @dataclass(frozen=True)
@@ -84,10 +76,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """Say why in a line or two: a sentence of the file, deciding regimes, names of open ones.
-
-        A number that a source claims stands beside what was measured, also where that is open.
-        """
+        """Say why in a line or two: a sentence of the file, then what decided and what is open."""
         if not self.figures:
             return self.claim["cannot"]
         verdict = self.verdict
@@ -97,7 +86,7 @@ class Judged:
             if says == OPEN != verdict:
                 told = [f.regime + (f" {f.median:.3g}" if f.claimed else "") for f in mine]
             else:
-                told = list(map(str, mine[: 1 if verdict == DEPENDS or reasons[0] else TOLD]))
+                told = list(map(str, mine[: 1 if verdict == DEPENDS or reasons[0] else 2]))
             if len(mine) > len(told):
                 told.append(f"and {len(mine) - len(told)} more")
             reasons += [f"{says.capitalize()}: {'; '.join(told)}."] if mine else []
@@ -158,17 +147,17 @@ def _says(sign, gate, within, ends):
     return OPEN
 
 
-def scorecard(*ids: str) -> "DataFrame":
+def scorecard(*ids: str) -> DataFrame:
     """A table of claims (all without ``ids``) with their verdicts."""
     rows = [
         {"id": j.claim["id"], "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
         | {key: j.claim[key] for key in ("source", "notebook")}
         for j in _judged(_named(ids))
     ]
-    return records.pandas().DataFrame(rows).set_index("id")
+    return DataFrame(rows).set_index("id")
 
 
-def regimes(*ids: str) -> "DataFrame":
+def regimes(*ids: str) -> DataFrame:
     """A table of what was measured of some claims, a row for each regime."""
     rows = [
         {"id": j.claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
@@ -176,7 +165,7 @@ def regimes(*ids: str) -> "DataFrame":
         for j in _judged(_named(ids))
         for f in j.figures
     ]
-    return records.pandas().DataFrame(rows).set_index("id")
+    return DataFrame(rows).set_index("id")
 
 
 def _named(ids):
@@ -207,7 +196,7 @@ def show(*ids: str) -> None:
     charts.table(scorecard(*ids)[["claim", "verdict", "because"]])
 
 
-def browse(card: "DataFrame", *columns: str) -> ipywidgets.VBox:
+def browse(card: DataFrame, *columns: str) -> ipywidgets.VBox:
     """Show a scorecard under choices for some columns; a page without a kernel shows all rows."""
     choices = {
         c: ipywidgets.Dropdown(options=["all", *dict.fromkeys(card[c])], description=c)

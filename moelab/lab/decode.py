@@ -42,10 +42,7 @@ class Decoded:
 
 
 def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:
-    """Read a prompt ``[1, n]`` but for its last token into a cache, as mlx-lm does.
-
-    A model of ``moelab.load`` reads it in parts that its memory has room for.
-    """
+    """Read a prompt ``[1, n]`` but for its last token, in parts that memory has room for."""
     before = ids[:, :-1]
     if before.shape[1]:
         for part in session_of(model).room.parts(before) if is_loaded(model) else [before]:

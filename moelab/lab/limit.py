@@ -33,8 +33,6 @@ FILES = {  # of a cgroup: its limit, and what forbids it to swap
     V2: ("memory.max", "memory.swap.max"),
 }
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # not on macOS
-PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is a shell's exit status for it
 SYSTEMD_RUN = ("systemd-run", "--user", "--scope", "--quiet")
 
 
@@ -54,7 +52,7 @@ class Limited:
     @property
     def killed(self) -> bool:
         """Whether it was killed, as the kernel kills a process that goes over its limit."""
-        return self.returncode in KILLED
+        return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # or as a shell says it
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Prepared:
     def before_exec(self) -> None:
         """Let the child ask to be killed when this process ends, and join its cgroup."""
         if PRCTL is not None:
-            PRCTL(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            PRCTL(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
         if self.group is not None:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
@@ -78,10 +76,7 @@ class Prepared:
 
 
 def run(argv: Sequence[str], nbytes: int | None = None, timeout_s: float | None = None) -> Limited:
-    """Run a command, its memory limited to ``nbytes``, page cache included.
-
-    On Linux it is killed when this process ends.
-    """
+    """Run a command that may take ``nbytes`` of memory, page cache included."""
     with limited(nbytes) as prepared:
         done = subprocess.run(
             [*prepared.prefix, *argv],

@@ -22,10 +22,7 @@ def planned(path: str | Path, memory_nbytes: float = MOST_NBYTES) -> Plan:
 
 
 def named(name: str, most: Most | None = None, bits: int = BITS, top_k: int | None = None) -> Plan:
-    """The plan of a published model, from its configuration; it must fit with K slots.
-
-    ``most`` is what a plan may fill (None: no limit).
-    """
+    """The plan of a published model within ``most`` (None: no limit), by its configuration."""
     config = replace(CONFIG, memory_nbytes=MOST_NBYTES)
     found = plan_of(_facts(one_of(CONFIGS, name), bits), config, most=most)
     return replace(found, facts=replace(found.facts, top_k=top_k or found.top_k))

@@ -29,10 +29,7 @@ class Windows:
 
 
 def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Windows:
-    """Cut texts into windows of ``length`` ids, and keep ``count`` of them, spread evenly.
-
-    As in training, a text starts after the end-of-text id.
-    """
+    """Cut texts into windows of ``length`` ids; keep ``count`` of them, spread evenly."""
     start = tokenizer.eos_token_id
     rows, counts, nbytes = [], [], []
     for text in texts:

@@ -23,12 +23,8 @@ TIMEOUT_S = 300  # seconds that ranks may take
 
 
 def hosts(n: int) -> list[list[str]]:
-    """Return the addresses of a ring of n ranks on this machine.
-
-    The ports follow each other and are free now. They lie below those that the system gives to
-    programs that ask for any port.
-    """
-    while True:
+    """The addresses of a ring of n ranks on this machine: ports in a row that are free now."""
+    while True:  # below the ports that the system gives to programs that ask for any
         ports = range(first := random.randrange(10_000, 32_000), first + n)
         with ExitStack() as sockets, suppress(OSError):
             for port in ports:

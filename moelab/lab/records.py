@@ -164,10 +164,7 @@ def ratios(samples: "DataFrame", over: str) -> "DataFrame":
 
 
 def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
-    """The samples with a column ``ratio``: one variant's column over the row's own, by round.
-
-    For seconds that is the speed over that variant's, to be drawn or grouped as any column.
-    """
+    """The samples with a column ``ratio``: one variant's column over the row's own, by round."""
     column = column or _seconds(samples)
     ratio = samples["round"].map(values(samples, over, column)) / samples[column]
     return samples.assign(ratio=ratio)

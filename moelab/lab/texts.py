@@ -12,9 +12,6 @@ from ..shipped import shipped
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# A prose prompt ends so many characters inside a docstring, so that the model must go on in prose.
-AFTER_QUOTES, BEFORE_QUOTES = 40, 80
-
 PROMPTS = (
     "def read_lines(path):\n    with open(path) as f:\n",
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
@@ -45,12 +42,12 @@ def heldout_code(model: str | Path) -> dict[str, str]:
 
 
 def heldout_starts(
-    model: str | Path, num: int, tokens: int, tokenizer: "TokenizerWrapper", skip: int = 400
+    model: str | Path, num: int, tokens: int, tokenizer: "TokenizerWrapper"
 ) -> list[str]:
-    """Prompts of so many tokens from the held-out Python files, ``skip`` characters apart."""
+    """Prompts of so many tokens from the held-out Python files, 400 characters apart."""
     files, prompts = list(heldout_code(model).values()), []
     for i in range(num):
-        text = files[i % len(files)][skip * (1 + i // len(files)) :]
+        text = files[i % len(files)][400 * (1 + i // len(files)) :]
         prompts.append(tokenizer.decode(tokenizer.encode(text[: 8 * tokens])[:tokens]))
     return prompts
 
@@ -81,11 +78,8 @@ def prose_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-def heldout_prompts(model: str | Path, kind: str, length: int, each: int = 4) -> list[list[int]]:
-    """Token ids of ``code`` or ``prose`` prompts, cut evenly spaced from held-out Python files.
-
-    A prompt ends within a line, as the model's card asks, in code or in the middle of a docstring.
-    """
+def heldout_prompts(model: str | Path, kind: str, length: int) -> list[list[int]]:
+    """Ids of ``code`` or ``prose`` prompts, four of each held-out file; all end within a line."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -95,8 +89,8 @@ def heldout_prompts(model: str | Path, kind: str, length: int, each: int = 4) ->
         spans, ids = prose_spans(text), encoding.ids
         ends = enumerate(encoding.offsets[length:], length)
         cuts = [i for i, (at, _) in ends if _may_end(text, at, kind, spans)]
-        step = max(len(cuts) // each, 1)
-        prompts += [ids[i - length : i] for i in cuts[step // 2 :: step][:each]]
+        step = max(len(cuts) // 4, 1)
+        prompts += [ids[i - length : i] for i in cuts[step // 2 :: step][:4]]
     return prompts
 
 
@@ -113,5 +107,6 @@ def _may_end(text, at, kind, spans):
         return False
     j = bisect.bisect_right(spans, (at, len(text))) - 1
     if kind == "prose":
-        return j >= 0 and spans[j][0] + AFTER_QUOTES <= at <= spans[j][1] - BEFORE_QUOTES
+        # So far inside a docstring that the model must go on in prose.
+        return j >= 0 and spans[j][0] + 40 <= at <= spans[j][1] - 80
     return (j < 0 or at >= spans[j][1]) and "#" not in line

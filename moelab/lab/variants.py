@@ -65,9 +65,8 @@ class Variant:
         }
 
 
-def resident_like(base: StreamConfig | None = None) -> StreamConfig:
+def resident_like(base: StreamConfig) -> StreamConfig:
     """Make the resident baseline of a config, with its dtype, top-k and kernels."""
-    base = base or StreamConfig()
     return StreamConfig(mode="resident", dtype=base.dtype, top_k=base.top_k, kernels=base.kernels)
 
 
@@ -82,9 +81,8 @@ def crossed(
 ) -> dict[str, Variant]:
     """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
 
-    Returns them by name. With a draft, or several, each way is also there without.
-
-    With a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
+    They have names. With a draft, or several, each way is also there without; with a limit,
+    ``RESIDENT`` comes first. Modes without slots read only through the page cache.
     """
     given = [draft] if isinstance(draft, str) else draft or []
     out, drafts = {}, [None, *product(given, lengths)]

@@ -92,10 +92,7 @@ class Costs:
     def reads_s(
         self, warm: np.ndarray, cold: np.ndarray, nbytes: int, experts_s: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of each layer's reads: of the page cache, of the disk, and those hidden.
-
-        ``warm`` and ``cold`` count experts read from each. Long reads hide behind ``experts_s``.
-        """
+        """Seconds of each layer's reads: of the page cache, of the disk, and those hidden."""
         copies_s = warm * (nbytes * self.warm_s_per_byte)
         copies_s += self.warm_call_s * ((warm > 0) & (cold == 0))
         disk_s = cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)

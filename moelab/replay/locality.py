@@ -133,10 +133,7 @@ class Locality:
 
 
 def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0) -> Trace:
-    """A random trace ``[T, L, K]`` with given locality, for any number of layers and experts.
-
-    With n layers of parameters, layer l of L takes those of ``l * n // L``.
-    """
+    """A random trace ``[T, L, K]`` with given locality, for any number of layers."""
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L
     zipf, sticky, memory = (

@@ -12,7 +12,7 @@ from committed import NOTEBOOKS
 
 from moelab.lab import charts, records
 from moelab.lab.__main__ import main
-from moelab.lab.plots import choice, explore, index, pages, show, slider, style
+from moelab.lab.plots import choice, explore, pages, show, slider, style
 
 CARD = {"cpu": "Z80", "gpu": "H9", "backend": "CUDA", "cores": 2, "memory_nbytes": 2**34}
 CARD |= {"os": "Linux 6", "mlx": "1", "mlx-lm": "2", "moelab": "3", "date": "2026-01-01"}
@@ -188,7 +188,7 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
         assert html.unescape(page).count(text) == times
     assert page.count('<a href="index.html">') == 2 and page.count('<a href="01_next.html">') == 3
     text = (built / "index.html").read_text()  # the question, the answer, and that a cell failed
-    assert '<a href="00_first.html">Why a &lt; b?</a>' in text and index.FAILED in text
+    assert '<a href="00_first.html">Why a &lt; b?</a>' in text and pages.FAILED in text
     assert "By <strong>1</strong>," in text and "Limits" not in text
     assert "<script" not in text and 'href="javascript' not in text
 
@@ -205,7 +205,7 @@ def test_an_index_is_written_again_and_links_other_machines(built, tmp_path, cap
     assert 'href="macos-15/index.html">The same notebooks, run on M1<' in here
     assert 'href="../index.html">The same notebooks, run on A &amp; B<' in there
     for text in (here, there):
-        assert "https://github.com/someone/moelab" in text and index.SMALL not in text
+        assert "https://github.com/someone/moelab" in text and pages.SMALL not in text
     (tmp_path / "00_first.json").write_text(json.dumps(said | {"answer": 7}))
     assert main(["index", str(tmp_path)]) == 1 and "expected" in capsys.readouterr().err
 

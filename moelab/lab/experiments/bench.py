@@ -1,7 +1,4 @@
-"""Decode the same prompts in several ways, in rounds of random order: the command ``bench``.
-
-A way is a ``variants.Variant``.
-"""
+"""The command ``bench``: decode the same prompts in each ``Variant``, in rounds of random order."""
 
 import argparse
 import gc
@@ -38,10 +35,6 @@ from ..variants import COLD, Opened, Variant, crossed, resolved, texts_of
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-OTHER_TOKENS = 3  # the exit status if other tokens were decoded
-DISK_READERS, DISK_READS = 16, 1024  # as many as a prompt reads, and as many at once
-UNKEPT_TOKENS = 16  # at most so many are timed in the round before the first
-
 
 def measure(
     path: str | Path,
@@ -61,9 +54,8 @@ def measure(
     Where a variant has a memory limit, each run of each variant has a process of its own, whose
     page cache is empty, and a variant that was killed is not run again. Else a first round is not
     kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's file, its prompt and
-    tokens are read instead. If all models together take less than
-    half of the memory, each is loaded once and kept; else each run loads its own.
-    ``on_round`` gets the table after each round. A row is a run.
+    tokens are read instead. If all models together take less than half of the memory, each is
+    loaded once and kept. ``on_round`` gets the table after each round. A row is a run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes
@@ -94,7 +86,7 @@ def measure(
     opened = {}
 
     def run(name, i):
-        prompt, num = prompts[i % len(prompts)], tokens if i >= 0 else min(tokens, UNKEPT_TOKENS)
+        prompt, num = prompts[i % len(prompts)], tokens if i >= 0 else min(tokens, 16)
         text = prompt, num, warmup, feed, temp, i + 1
         if alone:
             return _sample_alone(path, name, variants[name], *text)
@@ -150,10 +142,7 @@ def _sample_alone(path, name, variant, *text):
 
 
 def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
-    """One run of ``measure``, for ``limit.call``: the columns of its row.
-
-    ``peak_nbytes`` includes what loading held at most.
-    """
+    """The columns of one run, for ``limit.call``; the peak includes what loading held at most."""
     config = variant.pop("config")
     config = (Evicting if "policy" in config else StreamConfig)(**config)
     opened = Opened(folder(path), Variant(config, **variant))
@@ -164,14 +153,11 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
 
 def disk_speed(path: str | Path) -> float:
-    """Bytes per second of the disk: a thousand reads of the checkpoint's largest file, cold.
-
-    On Linux they go past the page cache, with which the system is slower than the disk.
-    """
+    """Bytes per second of the disk: cold reads of the largest file, past the page cache."""
     file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(1 << 20, file.stat().st_size // 32))
     nbytes -= nbytes % native.ALIGNED
-    return machine.read_speed(file, True, DISK_READERS, nbytes, DISK_READS, direct=True)
+    return machine.read_speed(file, True, 16, nbytes, 1024, direct=True)  # 16 at once, as a prompt
 
 
 SHOWN = {  # columns of the report's table
@@ -270,7 +256,7 @@ def run(args: argparse.Namespace) -> int:
     keep = partial(records.save, args.json) if args.json else None
     samples = measure(args.model, variants, prompts=prompts, on_round=keep, progress=True, **given)
     records.print_and_save(report(samples), samples, args.json)
-    return 0 if _as_resident(samples) else OTHER_TOKENS
+    return 0 if _as_resident(samples) else 3
 
 
 def _as_resident(samples):

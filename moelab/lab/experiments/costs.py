@@ -42,10 +42,7 @@ HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
-    """Measure the costs that a replay needs, without pandas.
-
-    A line on stderr says so if other programs were busy meanwhile.
-    """
+    """Measure the costs that a replay needs, without pandas; stderr says so if others were busy."""
     record = samples_of(path, tokens=tokens)
     load = record["load"]
     if load["disturbed"]:

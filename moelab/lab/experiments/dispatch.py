@@ -26,10 +26,7 @@ def default_dtype() -> mx.Dtype:
 
 
 def operations(*arrays: mx.array) -> dict[str, int]:
-    """How many operations of each kind the evaluation of ``arrays`` runs, ``{name: count}``.
-
-    Operations that only change a view are left out.
-    """
+    """How many operations of each kind, but for views, the evaluation of ``arrays`` runs."""
     with temporary_folder() as folder:
         dot = folder / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)

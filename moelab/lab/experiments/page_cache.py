@@ -1,16 +1,11 @@
-"""Notebook 03: slots against the page cache, measured by ``bench`` and replayed.
-
-The records ``cpu_slots_LIMIT`` are of ``bench`` with ``--limits``, ``--direct`` and ``--feed``: a
-number of slots, and how the experts that they miss are read. ``cpu_costs_35b`` (``lab costs``) has
-what the replay needs of that machine, and the model's plan.
-"""
+"""Notebook 03: slots against the page cache, measured by ``bench`` and replayed."""
 
 import copy
 import json
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+from pandas import DataFrame
 
 from ... import synthesize
 from ...replay import advice, by_token
@@ -20,11 +15,8 @@ from ...shipped import shipped
 from ...streaming.config import StreamConfig
 from ...streaming.plan import Plan
 from ...streaming.trace import Trace
-from .. import models, records
+from .. import models
 from .costs import costs_of
-
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
 LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model; its text
 # How experts outside slots are read.
@@ -35,10 +27,7 @@ NO_SLOTS = "no slots"
 
 @cache
 def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
-    """The experts that the records' model routes its text to: ``[T, L, 8]``, all as decoded.
-
-    ``synthesize`` wrote this routing into its routers, so no checkpoint is needed.
-    """
+    """The experts that the records' model routes its text to: ``[T, L, 8]``, all as decoded."""
     config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), recorded_trace(TEXT)
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
     vocab = vocab or tiny["text_config"]["vocab_size"]
@@ -50,7 +39,7 @@ def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
 # What was measured
 
 
-def told(samples: "DataFrame") -> "DataFrame":
+def told(samples: DataFrame) -> DataFrame:
     """Add this notebook's columns to a bench's samples, without the resident model's rows.
 
     They are ``reads`` (how experts outside slots are read), ``slots``, ``cache`` (in words), ``ms``
@@ -76,14 +65,12 @@ def told(samples: "DataFrame") -> "DataFrame":
 # In replay
 
 
-def machine_and_model(samples: "DataFrame") -> tuple[Plan, Costs]:
+def machine_and_model(samples: DataFrame) -> tuple[Plan, Costs]:
     """The model's plan and the machine's costs, from a record of ``lab costs``."""
     return models.recorded(samples.attrs["settings"]), costs_of(samples)
 
 
-def replayed(
-    samples: "DataFrame", plan: Plan, costs: Costs, trace: Trace | None = None
-) -> "DataFrame":
+def replayed(samples: DataFrame, plan: Plan, costs: Costs, trace: Trace | None = None) -> DataFrame:
     """Replay each setting that was measured; a row has measured and ``replayed_`` columns.
 
     It knows reads that are copied from the page cache, reads past it, and copies from the host's
@@ -116,6 +103,6 @@ def replayed(
             "replayed_disk_MB": r.read_per_token / 1e6,
         }
         rows.append(row | {"off": row["replayed_ms"] / row["ms"] - 1})
-    out = records.pandas().DataFrame(rows)
+    out = DataFrame(rows)
     out.attrs = samples.attrs
     return out

@@ -44,7 +44,6 @@ TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # numbers of a draft that would help
 WORTH_A_LINE = 1.2  # smaller speedups by a change are not worth a line
-COMPARED = "What a replay finds best of the settings that can be chosen by hand,"
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # model whose layers are taken, how many, experts in each
 
 
@@ -313,7 +312,8 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     chosen = advice.advise(plan, memory, trace, costs, slots=slots)
     machine = Machine.measured(costs, plan.facts, *_memory(ram), mx.metal.is_available())
     found = Forecast(path.name, plan, machine, chosen, OWN_SPREAD, OWN_NEAR)
-    return f"{plan}\n{found.table(prompt)}\n{COMPARED}\n{best}"
+    compared = "What a replay finds best of the settings that can be chosen by hand,"
+    return f"{plan}\n{found.table(prompt)}\n{compared}\n{best}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

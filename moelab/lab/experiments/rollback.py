@@ -32,10 +32,7 @@ class RestoreOnly:
 
 
 class StaleState(RestoreOnly):
-    """A faulty rollback: rejected tokens stay in the recurrent state, as in SwiftLM's DFlash path.
-
-    Only caches that can be trimmed are trimmed.
-    """
+    """A faulty rollback, SwiftLM's DFlash path: rejected tokens stay in the recurrent state."""
 
     def undo(self, n: int) -> None:
         for c in self.cache:

@@ -62,10 +62,7 @@ WARMUP = 4  # tokens
 
 
 class Clock:
-    """Notes what threads do, one thing at a time: an inner call interrupts the outer one's span.
-
-    ``spans`` has tuples of lane, what, begin and end in seconds.
-    """
+    """Notes what threads do in ``spans``; an inner call interrupts the outer one's span."""
 
     def __init__(self):
         self.spans, self._local, self._host = [], threading.local(), threading.get_ident()

@@ -1,12 +1,8 @@
-"""How anything is drawn: ``show`` a chart, ``explore`` a function with sliders.
-
-The look of charts, the widgets and the pages; ``lab.charts`` has the kinds of charts. All need the
-packages of the extra ``lab``.
-"""
+"""How anything is drawn, with the extra ``lab``: ``show`` a chart, ``explore`` with sliders."""
 
 from importlib.util import find_spec
 
-NEEDED = ("IPython", "anywidget", "ipywidgets", "nbconvert", "plotly")
+NEEDED = ("IPython", "anywidget", "ipywidgets", "nbconvert", "pandas", "plotly")
 if missing := [name for name in NEEDED if find_spec(name) is None]:
     raise ModuleNotFoundError(
         f"the lab's charts and pages need {', '.join(missing)}, found no such package: "

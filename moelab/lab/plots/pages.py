@@ -1,7 +1,11 @@
-"""``make run``: every notebook executed top to bottom, and one HTML page for each.
+"""``make run``: every notebook executed top to bottom, one HTML page for each, and their index.
+
+    python -m moelab.lab pages NOTEBOOKS FOLDER [NAME...]
+    python -m moelab.lab index FOLDER [OWNER/REPOSITORY]
 
 A page needs neither kernel nor network. All share one file, ``plotly.min.js``. ``NAME.json`` beside
-a page has its question and answer, for the index.
+a page has its question and answer, for the index. Pages of another machine may lie in a folder in
+it, such as ``macos-15``: both indexes are written and link each other.
 """
 
 import html
@@ -12,15 +16,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
+import mistune
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from nbconvert import HTMLExporter
 from plotly.offline import get_plotlyjs
 from tqdm import tqdm
 
+from ...checkpoint import read_json
 from ..machine import card_line
-from . import index, style
+from . import style
 
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -28,13 +37,25 @@ STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
 LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
 # A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
+INTRODUCTION = """# moelab
+
+moelab runs Mixture-of-Experts language models that are larger than memory, with their experts on
+the SSD; these notebooks measure what decides how fast.
+
+Begin with 00, which explains the words. Then take any question: 01 to 05 are about streaming
+experts, 06 to 08 about drafts, 09 and 10 about other programs and claims, 11 about several
+machines, 12 about yours: what runs there, and how fast."""
+FIGURES = """A figure names its machine under its title: *here* is the computer that ran the
+notebooks, *recorded* the one of an earlier run, some with an H100 GPU. On a phone, tables and code
+scroll sideways."""
+LIKE = {"title": str, "answer": str, "machine": str, "fast": bool, "failed": bool}
+SMALL = "Small sizes (MOELAB_FAST=1): a check that it runs, no measurement."
+FAILED = "A cell failed: the page ends there."
+ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw HTML
 
 
 def summary(notebook) -> dict[str, str]:
-    """Read a notebook's ``title`` and, as its ``answer``, its quote after ``**Takeaway.**``.
-
-    The quote stands in a Markdown cell, or a code cell showed it (``charts.say``).
-    """
+    """A notebook's ``title``, and as its ``answer`` what it says behind ``**Takeaway.**``."""
     texts = []
     for cell in notebook.cells:
         texts += [cell.source] * (cell.cell_type == "markdown")
@@ -124,11 +145,21 @@ def _drawn(figure):
     )
 
 
-def page(sources: list[Path], at: int, target: Path) -> str | None:
-    """Run one of the notebooks and write its page, up to a cell that failed.
+def html_of(notebook: nbformat.NotebookNode, title: str, filters: dict, **resources: Any) -> str:
+    """A notebook as HTML, by ``page.html.j2``: with other filters, and what else it takes."""
+    exporter = HTMLExporter(
+        filters=filters,
+        template_file=str(Path(__file__).with_name("page.html.j2")),
+        exclude_input_prompt=True,
+        exclude_output_prompt=True,
+        exclude_anchor_links=True,
+    )
+    resources |= {"metadata": {"name": title}}
+    return exporter.from_notebook_node(notebook, resources=resources)[0]
 
-    The page links those before and after it. Returns the cell's error or None.
-    """
+
+def page(sources: list[Path], at: int, target: Path) -> str | None:
+    """Run a notebook and write its page, up to a cell that failed; returns that error or None."""
     source, names = sources[at], [source.stem for source in sources]
     notebook, failed = run(source)
     try:
@@ -141,7 +172,7 @@ def page(sources: list[Path], at: int, target: Path) -> str | None:
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = for_page(cell.source)
-    body = index.html_of(notebook, said["title"], {}, sources=names, at=at, draw=style.DRAW)
+    body = html_of(notebook, said["title"], {}, sources=names, at=at, draw=style.DRAW)
     target.write_text(body, encoding="utf-8")
     said |= {"machine": card_line(), "failed": bool(failed)}
     said |= {"fast": bool(os.environ.get("MOELAB_FAST"))}
@@ -150,10 +181,7 @@ def page(sources: list[Path], at: int, target: Path) -> str | None:
 
 
 def main(notebooks: str, out: str, *names: str) -> int:
-    """Run a folder's notebooks (or those named), write a page for each and an index.
-
-    Returns how many failed.
-    """
+    """Run a folder's notebooks (or those named), write pages and index; returns how many failed."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
@@ -171,5 +199,37 @@ def main(notebooks: str, out: str, *names: str) -> int:
         )
         if error:
             print(error, file=sys.stderr)
-    index.main(out)
+    write_index(out)
     return failures
+
+
+def described(folder: Path) -> dict[str, dict[str, Any]]:
+    """The contents of each page's ``NAME.json`` in a folder, by the page's file name."""
+    found = {path.with_suffix(".html"): path for path in sorted(folder.glob("[0-9]*.json"))}
+    return {page.name: read_json(j, LIKE) for page, j in found.items() if page.exists()}
+
+
+def index(folder: Path, repository: str = "") -> str:
+    """The index of one folder as HTML, with links to ``repository`` (``owner/name`` on GitHub)."""
+    pages = described(folder)
+    machines = sorted({page["machine"] for page in pages.values()})
+    text = [INTRODUCTION, *(f"Run on {machine}." for machine in machines), FIGURES]
+    for other in (folder.parent, *sorted(path for path in folder.iterdir() if path.is_dir())):
+        if there := list(described(other).values()):
+            link = quote(Path(os.path.relpath(other, folder), "index.html").as_posix())
+            text.append(f"[The same notebooks, run on {there[-1]['machine']}]({link}).")
+    if repository:
+        link = f"[{repository}](https://github.com/{repository})"
+        text.append(f"The notebooks with their sliders: {link}.")
+    for name, page in pages.items():
+        notes = [f"**{FAILED}**"] * page["failed"] + [f"**{SMALL}**"] * page["fast"]
+        text += [f"## [{page['title']}]({quote(name)})", *notes, page["answer"]]
+    cell = nbformat.v4.new_markdown_cell("\n\n".join(text))
+    return html_of(nbformat.v4.new_notebook(cells=[cell]), "moelab", ESCAPING)
+
+
+def write_index(folder: str, *repository: str) -> None:
+    """Write ``index.html`` into a folder of pages, and into each folder of pages in it."""
+    top = Path(folder).resolve()
+    for place in (top, *(path for path in top.iterdir() if path.is_dir() and described(path))):
+        (place / "index.html").write_text(index(place, *repository), encoding="utf-8")

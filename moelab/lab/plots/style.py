@@ -1,8 +1,4 @@
-"""One look for every figure: template, machine, ceilings, and the figure in words.
-
-A figure carries its alternative text and its finding in ``layout.meta``, so that a notebook, a
-widget or a page can show both.
-"""
+"""One look for every figure: template, machine, ceilings, and the figure in words."""
 
 import html
 import math
@@ -185,10 +181,7 @@ def ceiling(
 
 
 def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
-    """Give a complete figure its alternative text, its finding and room for its legend.
-
-    ``meta.narrow`` has what changes in the layout where the figure is narrow, by its path.
-    """
+    """Give a complete figure its alternative text, its finding and room for its legend."""
     for trace in fig.data:
         trace.name = trace.name and "<br>".join(wrap(trace.name, LEGEND_CHARACTERS))
     meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b

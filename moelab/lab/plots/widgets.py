@@ -1,8 +1,4 @@
-"""Controls that drive a pure function from numbers to a figure.
-
-An exception in the function is shown under the controls and kept; ipywidgets' own ``interact``
-would swallow it.
-"""
+"""Controls that drive a pure function from numbers to a figure, and show its exceptions."""
 
 import html
 import time
@@ -18,7 +14,6 @@ from plotly.offline import get_plotlyjs
 from . import style
 
 STATE_CLASS = "moelab-state"  # class of the line under the controls, for tests in a browser
-QUICK_S = 0.15  # a function that takes no longer is called while the pointer moves
 _WIDE = {
     "style": {"description_width": "150px"},
     "layout": {"width": "100%", "max_width": "500px", "height": "auto", "flex_flow": "row wrap"},
@@ -65,10 +60,7 @@ export default {{render({{model, el}}) {{
 
 
 class Explorer:
-    """Controls, a ``figure`` and the last call's ``error`` or None, in one ``view``.
-
-    The axes hold every figure that was drawn, and those of ``extremes``.
-    """
+    """Controls, a ``figure`` and the last call's ``error`` or None, in one ``view``."""
 
     def __init__(self, fn: Callable, controls: dict, extremes: Iterable[dict], run_button: bool):
         self.fn, self.controls, self.error = fn, controls, None
@@ -86,7 +78,8 @@ class Explorer:
             seconds.append(time.perf_counter() - started)
             self._draw(figure)
         for control in controls.values():
-            control.continuous_update = min(seconds) < QUICK_S and not run_button
+            # A quick function is called while the pointer moves.
+            control.continuous_update = min(seconds) < 0.15 and not run_button
             control.observe(self._changed, names="value")
         buttons = [self._button] if run_button else []
         parts = [*buttons, self._state, self._heading, self._plot, self._words]
