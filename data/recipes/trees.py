@@ -1,7 +1,7 @@
 """How fast are checkouts of moelab, models and options beside each other? All run in turn.
 
     python data/recipes/trees.py [--rounds 9] [--limit MB] [--first 8] [--warm 20] [--tokens 80]
-        [--prompts [126,400]] [--reads 1] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
+        [--prompts [126,400]] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
 TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
 ``StreamConfig``. A round runs all ways in random order, each in a new process. Under a limit
@@ -11,8 +11,7 @@ Medians and quartiles are printed, and those of each way's figures over the firs
 A run reads a prompt, then a recorded text token by token: the same work for all, and all must
 choose the same tokens. The first ``--warm`` are not timed. The warm-up round records for
 ``prefetch=oracle``. ``right=87,found=59`` spoils a router that is always right: 59 of 100 needed
-experts that no slot has are named, and 87 of 100 named ones are needed. ``--reads 1``: in place of
-a token, eight experts are read into slots.
+experts that no slot has are named, and 87 of 100 named ones are needed.
 """
 
 import json
@@ -27,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def measure(model_path, options, file, first, warm, tokens, prompts, reads, record, **_):
+def measure(model_path, options, file, first, warm, tokens, prompts, record, **_):
     """What a run in this process's tree took, in seconds unless the name says otherwise."""
     begin = time.perf_counter()
     import mlx.core as mx
@@ -52,13 +51,12 @@ def measure(model_path, options, file, first, warm, tokens, prompts, reads, reco
         return time.perf_counter() - at
 
     row["first call"] = took(0, first, cache)
-    call = reading(model) if reads else lambda i: took(first + i, first + i + 1, cache)
     with moelab.record(model) if record else nullcontext() as trace:
         for i in range(warm + tokens):
             if i == warm:
                 moelab.stats(model, reset=True)
                 begin, cpu = time.perf_counter(), time.process_time()
-            call(i)
+            took(first + i, first + i + 1, cache)
     took_s, cpu = time.perf_counter() - begin, 1000 * (time.process_time() - cpu)
     did = moelab.stats(model).decode
     if record:
@@ -69,8 +67,6 @@ def measure(model_path, options, file, first, warm, tokens, prompts, reads, reco
         row |= {"right": used / did.prefetch_issued, "found": used / (used + did.misses)}
     elif did.read_s:  # where guesses are read, it has the seconds of what was waited for
         row["GB/s"] = did.bytes_read / did.read_s / 1e9
-    if reads:
-        row |= {"kB": did.bytes_read / did.reads / 1e3, "CPU ms a GB": 1e9 * cpu / did.bytes_read}
     for n in prompts:
         row[f"prompt of {n}"] = min(took(0, n, make_prompt_cache(model)) for _ in "12")
     moelab.close(model)
@@ -94,20 +90,6 @@ def spoil(right, found):
         return choose(self, layer, changed, p)[0], likely.ravel().tolist()
 
     Router.choose = spoilt
-
-
-def reading(model):
-    """A function that reads eight experts of one layer into slots: each time others, in turn."""
-    from moelab.streaming.layers import expert_layers
-    from moelab.streaming.reading import flight
-
-    flight.SPIN_S, layers = 0, expert_layers(model)  # polling would count as a read's cost
-
-    def read(n):
-        turn, (_, layer) = n // len(layers), layers[n % len(layers)]
-        layer._in_call(layer.read, [(8 * turn + k) * 37 % layer.num_experts for k in range(8)])
-
-    return read
 
 
 def way(words, args):
@@ -138,7 +120,7 @@ def main():
 
     parser = ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("ways", nargs="+", metavar="NAME=TREE,MODEL[,OPTION=VALUE ...]")
-    for name, default in dict(rounds=9, limit=0, first=8, warm=20, tokens=80, reads=0).items():
+    for name, default in dict(rounds=9, limit=0, first=8, warm=20, tokens=80).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--prompts", type=json.loads, default=[126, 400])
     parser.add_argument("--out")
@@ -153,7 +135,7 @@ def main():
             lines.append(f"{what:15s} {name:15s} {q(found, '.4g'):30s} {ratio}")
     lines.append(f"rounds with the tokens of {first}, of all: {(same := same_tokens(made, first))}")
     print_and_save("\n".join(lines), made, args.out)
-    if not args.reads and any(n != rounds for n, rounds in same.values()):
+    if any(n != rounds for n, rounds in same.values()):
         sys.exit("tokens differ")
 
 
