@@ -103,13 +103,12 @@ def decode_drafted(
     warmup: int = 0,
     sampler: Callable[[mx.array], mx.array] | None = None,
     feed: Sequence[int] | None = None,
-    cache: list[Any] | None = None,
     **calls: Callable[[], Any] | None,
 ) -> Decoded:
     """Decode as ``decode`` does, with a draft: the clock starts and stops between its rounds.
 
     With ``feed`` the text goes on with its ids, and ``tokens`` are those that the target would have
-    chosen, as in ``decode``. ``cache`` has the text before the prompt, and then all of it.
+    chosen, as in ``decode``.
     """
     chosen = {}  # by place; a refused draft's are chosen again
 
@@ -130,7 +129,6 @@ def decode_drafted(
             max_tokens=most,
             sampler=sampler,
             logits_processors=None if feed is None else [fed],
-            prompt_cache=cache,
         )
         with closing(steps):
             for n, (token, _, _, r) in enumerate(steps, 1):

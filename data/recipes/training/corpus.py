@@ -221,17 +221,17 @@ def train_tokenizer(texts):
     )
 
 
-def encode(tokenizer, texts, chunk=2000):
-    """Ids of all texts, each followed by the end-of-text id, as one uint16 array [T]."""
+def save(file, tokenizer, texts):
+    """Write the ids of texts, each with the end-of-text id behind it, and give their numbers."""
     import numpy as np
 
-    bpe = tokenizer.backend_tokenizer
-    eos = bpe.token_to_id(EOS)
-    parts = []
-    for i in range(0, len(texts), chunk):
-        for encoding in bpe.encode_batch(texts[i : i + chunk], add_special_tokens=False):
-            parts.append(np.array([*encoding.ids, eos], dtype=np.uint16))
-    return np.concatenate(parts)
+    bpe, parts = tokenizer.backend_tokenizer, []
+    for i in range(0, len(texts), 2000):
+        for encoding in bpe.encode_batch(texts[i : i + 2000], add_special_tokens=False):
+            parts.append(np.array([*encoding.ids, bpe.token_to_id(EOS)], dtype=np.uint16))
+    np.save(file, ids := np.concatenate(parts))
+    nbytes = sum(len(text.encode()) for text in texts)
+    return {"files": len(texts), "bytes": nbytes, "tokens": len(ids)}
 
 
 def write_heldout(out, documents, packages, seen, site):
@@ -253,8 +253,6 @@ def write_heldout(out, documents, packages, seen, site):
 
 
 def main(site, out):
-    import numpy as np
-
     packages, found = documents(site)
     splits = split(found)
     train = [text for _, _, text in splits["train"]]
@@ -268,10 +266,7 @@ def main(site, out):
     manifest = {"python": platform.python_version(), "splits": {}}
     for name, members in splits.items():
         texts = [text for _, _, text in members]
-        ids = encode(tokenizer, texts)
-        np.save(out / f"{name}.npy", ids)
-        nbytes = sum(len(text.encode()) for text in texts)
-        manifest["splits"][name] = {"files": len(texts), "bytes": nbytes, "tokens": len(ids)}
+        manifest["splits"][name] = save(out / f"{name}.npy", tokenizer, texts)
         if name != "train":
             shared = sum(overlap(text, seen) for text in texts) / len(texts)
             manifest["splits"][name]["shared_with_train"] = shared

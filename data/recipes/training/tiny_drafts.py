@@ -65,7 +65,6 @@ def write_text(site, model_dir, out):
     ``site`` is what ``pip install --target`` filled. Files are taken in the order of their names'
     hashes, until they have ``NBYTES`` of text.
     """
-    import numpy as np
     from transformers import AutoTokenizer
 
     packages, documents = corpus.documents(site)
@@ -85,9 +84,7 @@ def write_text(site, model_dir, out):
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     manifest = {"packages": [p | {"train_bytes": used[p["name"]]} for p in packages]}
     for name, texts in (("train", train), ("valid", [text for _, _, text in splits["valid"]])):
-        ids = corpus.encode(tokenizer, texts)
-        np.save(out / f"{name}.npy", ids)
-        manifest[name] = {"files": len(texts), "tokens": len(ids)}
+        manifest[name] = corpus.save(out / f"{name}.npy", tokenizer, texts)
     (out / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
