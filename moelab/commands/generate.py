@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from .. import load, stats
+from .. import StreamConfig, load, stats
 from ..prompt import encode, from_prompt_on, templated, vocabulary
 from ..repack import measure_gain
 from ..streaming.config import SLOT_MODES
@@ -27,12 +27,12 @@ from .stream_options import add_stream_options, say_plan, streaming_given
 WORTH = 1.2  # ``repack`` is named if a text would have come so many times as fast
 
 
-def run(args: argparse.Namespace) -> None:
+def generate(args: argparse.Namespace, config: StreamConfig) -> None:
     """Print a model's continuation and, with ``verbose``, a line of figures; of ranks only 0 does.
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    config, loading, cache = streaming_given(args), arguments.loading_given(args), None
+    loading, cache = arguments.loading_given(args), None
     if args.prompt_cache_file is not None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
@@ -200,3 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    generate(args, streaming_given(args))
