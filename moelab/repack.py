@@ -176,6 +176,7 @@ def repack(
                 f"{file}: expected a file beside the weights, got a link to {file.resolve()}. Copy "
                 "it to its place, or remove the link."
             )
+    source.check_unchanged(*copied)
     with new_folder(out, total, progress) as (folder, bar):
         for i, layer in enumerate(layers):
             try:

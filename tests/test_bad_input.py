@@ -362,7 +362,7 @@ def test_file_linked_or_replaced_while_streamed(mode, damaged, want, tmp_path, f
     files = [*damaged.glob("*.safetensors")]
     with load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
         # These change the ctime, but not the content.
-        for change in (lambda file: os.link(file, tmp_path / file.name), lambda f: f.chmod(0o640)):
+        for change in (lambda file: os.link(file, tmp_path / file.name), attribute):
             [*map(change, files)]
             np.testing.assert_allclose(generate(model), want, atol=1e-4)
         for file in files:
@@ -373,16 +373,42 @@ def test_file_linked_or_replaced_while_streamed(mode, damaged, want, tmp_path, f
     failing_load(damaged, "header")
 
 
+def attribute(file):
+    """As Finder sets one, or Spotlight, or a download's quarantine: only the ctime is another."""
+    before = file.stat()
+    time.sleep(0.02)
+    if hasattr(os, "setxattr"):
+        os.setxattr(file, "user.com.apple.FinderInfo", os.urandom(32))
+    else:
+        file.chmod(before.st_mode ^ 0o040)
+    after = file.stat()
+    assert after.st_ctime_ns > before.st_ctime_ns and after.st_mtime_ns == before.st_mtime_ns
+
+
+WHILE_LOADED = {
+    "replaced": lambda file: os.replace(shutil.copy2(file, file.with_name("new")), file),
+    "restored": CHANGES["restored"],
+    "attribute": attribute,
+}
+
+
+@pytest.mark.parametrize("change", WHILE_LOADED)
 @pytest.mark.parametrize("mode", ("resident", "fused"))
-def test_file_replaced_while_loaded(mode, damaged, failing_load, monkeypatch):
+def test_file_changed_while_loaded(mode, change, damaged, want, failing_load, monkeypatch):
     """After the headers were read, by one whose tensors may lie elsewhere."""
 
-    def replacing(*args):
-        os.replace(shutil.copy2(shard(damaged), damaged / "new"), shard(damaged))
+    def changing(*args):
+        time.sleep(0.02)
+        WHILE_LOADED[change](shard(damaged))
         return build_model(*args)
 
-    monkeypatch.setattr(model_module, "build_model", replacing)
-    failing_load(damaged, "was written or replaced", mode=mode)
+    monkeypatch.setattr(model_module, "build_model", changing)
+    if change != "attribute":
+        failing_load(damaged, "was written or replaced", mode=mode)
+        return
+    with load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
+        attribute(shard(damaged))
+        np.testing.assert_allclose(generate(model), want, atol=1e-4)
 
 
 @pytest.mark.parametrize("mode", STREAMED)

@@ -26,6 +26,7 @@ from .files import (
     read_json,
     readable,
     regular_file,
+    sample,
     shorten,
     temporary_folder,
 )

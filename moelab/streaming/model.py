@@ -306,6 +306,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
     if config.kernels == "fast":
         kernels.check()
     checkpoint = Checkpoint(path)
+    checkpoint.check_unchanged()
     if ranks:
         ranks.compare_loading(checkpoint, config, model_config)
     model, model_config, top_k = build_model(checkpoint, config, model_config, trust_remote_code)

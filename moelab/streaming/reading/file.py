@@ -2,18 +2,14 @@
 
 import os
 import weakref
-import zlib
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+from ...checkpoint import sample
 from ...system import HERE
 from . import native
-
-# ``changed`` compares so many blocks of this size, spread over a file from its first byte to its
-# last. Opening a file that is not in the page cache reads them: 2 ms on an SSD.
-BLOCKS, BLOCK_NBYTES = 16, 4096
 
 _byte = bytearray(1)  # for reads that only ask whether a byte is there
 
@@ -77,9 +73,8 @@ class File:
     def changed(self) -> bool:
         """Whether the file was written since it was opened, as far as its size and times tell.
 
-        A write can put the mtime back, but not the ctime, which chmod, an attribute or another link
-        changes, too. If only the ctime is another, a sample of the bytes decides: a file that was
-        written over with another's content is noticed, a write between the sample's blocks is not.
+        A write can put the mtime back, but not the ctime. If only that is another, ``sample``
+        decides: a write between its blocks is not noticed.
         """
         now = self.stat()
         if now != self.stamp and now[:2] == self.stamp[:2] and self._sample() == self._sampled:
@@ -87,11 +82,8 @@ class File:
         return now != self.stamp
 
     def _sample(self):
-        """A checksum of blocks that are spread over the file."""
-        last = max(0, self.stamp[0] - BLOCK_NBYTES)
-        places = [last * i // (BLOCKS - 1) for i in range(BLOCKS)]
         try:
-            return zlib.crc32(b"".join(os.pread(self.fd, BLOCK_NBYTES, at) for at in places))
+            return sample(self.fd)
         except OSError as e:
             raise ReadError(e.errno, f"{self.path}: {e.strerror}. Check the disk.") from e
 
