@@ -476,6 +476,7 @@ sys.argv[1:] = {!r}.split()
 runpy.run_module("moelab", run_name="__main__")
 """
 CUTS = {  # a command of model M: where it is cut off, and what it says
+    "check M --json o.json": ("from moelab.lab import check\ncheck.swapped_s = begin", ""),
     "generate M -p x": ("model.tokenizer_of = begin", ""),
     "generate M -p y": ("model.tokenizer_of = wait", ""),
     "repack M o": ("repack._Layer.write = begin", ": nothing was written, there is no o"),

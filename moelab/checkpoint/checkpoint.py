@@ -39,7 +39,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        # By file: what tells it from one that replaces it, and a sample of its bytes.
+        # By file: what tells it from one that replaces it, and ``sample``.
         self.stamps, self.samples = {}, {}
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.exists() and not entry.is_dir():
@@ -82,16 +82,14 @@ class Checkpoint:
     def check_unchanged(self, *others: Path) -> None:
         """Raise if the weights, config.json or one of ``others`` were replaced since the start.
 
-        Or written over: the first call takes samples, which decide where only a ctime changed.
+        Or, by their samples, written over since the first call.
         """
         packed = (file for tensor in self.packed.values() for file in tensor.files)
         for file in {*self.files, *packed, self.path / "config.json", *others}:
-            was, now = self.stamps.get(file, ()), _stamp(file) if file.exists() else None
-            if same := now and now[:3] == was[:3]:
+            if same := file.exists() and self.stamps.get(file) == _stamp(file):
                 with readable(f"{file}: cannot read it:", "Check the disk."), open(file, "rb") as f:
-                    bytes_now = sample(f.fileno())
-                first = bytes_now if now == was else None
-                same = self.samples.setdefault(file, first) == bytes_now
+                    found = sample(f.fileno())
+                same = found == self.samples.setdefault(file, found)
             if not same:
                 raise CheckpointError(
                     f"{file}: was written or replaced while it was read: expected the same file to "
@@ -122,7 +120,7 @@ class Checkpoint:
 
 def _stamp(file):
     s = file.stat()
-    return s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
+    return s.st_ino, s.st_size, s.st_mtime_ns
 
 
 def check_config(config: dict, file: Path, num_tensors: int) -> None:

@@ -59,8 +59,8 @@ def regular_file(file: Path) -> int:
 def sample(fd: int) -> int:
     """A checksum of blocks that are spread over an open file from its first byte to its last.
 
-    It tells a file that was written over with another's content from one whose ctime alone is
-    another: chmod, a link or an attribute, as macOS' Finder sets, changes the ctime too.
+    Whoever writes another file's bytes over it can put the mtime back. The ctime says less: chmod,
+    a link, and an attribute as Finder sets one change it, too.
     """
     last = max(0, os.fstat(fd).st_size - BLOCK_NBYTES)
     places = (last * i // (BLOCKS - 1) for i in range(BLOCKS))

@@ -1,43 +1,57 @@
 """``python -m moelab check``: does this machine have what moelab and its notebooks need?"""
 
 import argparse
+import gc
+import itertools
 import os
 import shlex
 import shutil
 import statistics
 import time
+import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import psutil
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from tqdm import tqdm
 
 from .. import StreamConfig, kernels, plan
-from ..checkpoint import Checkpoint, CheckpointError
+from ..checkpoint import Checkpoint
 from ..commands.argument_types import not_empty
-from ..memory import memory_available, memory_limit
+from ..memory import memory_available, memory_limit, swapped_s
 from ..shipped import shipped
 from ..streaming.build import build_model
 from ..streaming.facts import ModelFacts
 from ..streaming.model import find, tokenizer_of
+from ..streaming.plan import DoesNotFit
 from ..system import HERE
 from . import records
-from .machine import READ_NBYTES, card, cold_gain, read_speed
+from .decode import read_all_but_last
+from .machine import READ_NBYTES, card, card_line, cold_gain, read_speed
+from .models import settings_of
 from .oscache import drop_pages
+from .variants import Opened, Variant, resident_like
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
 MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
 MIN_COLD_BYTES_PER_S = 0.2e9  # slower: a network or a spinning disk
 MORE_RUNS = 4  # of a cold read that was too slow
+# What a file has of a model: so many texts that begin with so many tokens and go on, and a prompt.
+# No text but the first begins after so many seconds.
+TEXTS, START, TOKENS, WARMUP, PROMPT, MOST_S = 10, 8, 24, 8, 400, 60
+FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
 
 def dispatch_cost() -> tuple[float, float]:
     """Seconds of one small operation, in a chain that is evaluated at its end and by itself."""
 
     def timed(each):
-        x = mx.zeros((1, 8))
-        mx.eval(x)
-        started = time.perf_counter()
+        x, started = mx.zeros((1, 8)), time.perf_counter()
         for _ in range(200):
             x = x + 1
             if each:
@@ -49,13 +63,15 @@ def dispatch_cost() -> tuple[float, float]:
     return tuple(statistics.median(timed(each) for _ in range(5)) for each in (False, True))
 
 
-def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]:
-    """Yield for each thing needed whether all is well, what was found, and else the remedy."""
-    c = card()
-    where = f"GPU, {c['gpu']}"
-    if not c["gpu"]:
-        where = f"CPU backend (float32), {c['cpu']}, {c['cores']} cores"
-    yield True, f"Python {c['python']}, mlx {c['mlx']}, mlx-lm {c['mlx-lm']} on {where}", ""
+def findings(
+    model: str | Path | None = None, settings: dict | None = None, rows: list | None = None
+) -> Iterator[tuple[bool, str, str]]:
+    """Yield for each thing needed whether all is well, what was found, and else the remedy.
+
+    ``settings`` gets the numbers. With ``rows`` a model also decodes: a row for each text.
+    """
+    c, settings = card(), settings if settings is not None else {}
+    yield True, f"Python {c['python']} on {card_line(c)}", ""
     if c["device"] == "cpu":
         yield True, f"kernels: {kernels.describe()}", ""
 
@@ -78,9 +94,9 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         f"disk: {disk / 2**30:.1f} GiB free where {folder.name}/ lies",
         f"{MIN_DISK_NBYTES >> 30} GiB are needed for synthesized checkpoints: make room",
     )
-    yield _ssd(folder, lacks)
+    yield _ssd(folder, lacks, settings)
 
-    chained, evaluated = dispatch_cost()
+    chained, evaluated = settings["dispatch_s"] = dispatch_cost()
     yield (
         evaluated < 1e-3 or c["device"] == "gpu",  # a GPU that idled may take longer, too
         f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, "
@@ -88,14 +104,14 @@ def findings(model: str | Path | None = None) -> Iterator[tuple[bool, str, str]]
         "over 1 ms: the machine is busy, so timings will mean little; stop other work",
     )
     if model:
-        yield from _slots_of(Path(model))
+        yield from _slots_of(Path(model), settings, rows)
 
 
 def _load():
     return f"load of {os.getloadavg()[0]:.1f} on this machine's {card()['cores']} cores"
 
 
-def _ssd(folder, lacks):
+def _ssd(folder, lacks, settings):
     """What the SSD reads of the largest model file, if one is large enough."""
     files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dead link, no FIFO
     path = max(files, key=lambda f: f.stat().st_size, default=None)
@@ -109,6 +125,7 @@ def _ssd(folder, lacks):
     for _ in range(MORE_RUNS):  # other work makes a run slower, nothing makes a disk faster
         if cold_4 * 1e9 < MIN_COLD_BYTES_PER_S:
             cold_4 = max(cold_4, read_speed(path, True, 4) / 1e9)
+    settings["read_gb_per_s"] = {"cold": (cold, cold_4), "warm": (warm, warm_4), "dropped": how}
     return (
         cold_4 * 1e9 >= MIN_COLD_BYTES_PER_S,
         f"SSD: random 1 MiB reads of {path.name}, GB/s with 1 and 4 at a time: "
@@ -119,54 +136,106 @@ def _ssd(folder, lacks):
     )
 
 
-def _slots_of(model):
+def _slots_of(model, settings, rows):
     """Say which slots the commands would choose for a model, and the share of experts they hold."""
     tokenizer_of(model)
     try:
         p = plan(model, StreamConfig(lazy_logits=True))
-    except CheckpointError:
-        raise
-    except ValueError as error:  # the model does not fit; the error's last sentence says what to do
+    except DoesNotFit as error:  # its last sentence says what to do
         what, _, remedy = str(error).rstrip(".").rpartition(". ")
         yield False, what, remedy
         return
+    settings |= {"slots": p.slots, **settings_of(p)}
     if p.config.kernels == "fast":
         built = build_model(Checkpoint(model), p.config)[0]
         kernels.use(built, half_scales=True)
-        found = (f"{n} {name}" for name, n in kernels.blocks_of(built).items())
-        found = ", ".join(found) or "none that is known"
+        blocks = kernels.blocks_of(built).items()
+        found = ", ".join(f"{n} {name}" for name, n in blocks) or "none that is known"
         yield True, f"{model.name}: blocks in one piece: {found}; others module by module", ""
-    one = p.facts.slot_nbytes
-    held, all_experts, token, disk = (  # in the units of the plan's own line
-        f"{nbytes / 1e6:,.0f} MB"
-        for nbytes in (p.slots * one, p.num_experts * one, p.top_k * one, p.facts.checkpoint_nbytes)
-    )
-    yield True, f"{model.name}, {disk} on disk: {p}", ""
-    yield (
-        True,
-        f"{model.name}: the slots hold {held} of {all_experts} of experts; a token needs {token}, "
-        "of which it reads what is in no slot, from the page cache or the SSD",
-        "",
-    )
+    sizes = p.facts.checkpoint_nbytes, p.top_k * p.facts.slot_nbytes
+    disk, token = (f"{nbytes / 1e6:,.0f} MB" for nbytes in sizes)
+    yield True, f"{model.name}, {disk} on disk, of whose experts a token needs {token}: {p}", ""
     if p.slots < p.num_experts and (gain := cold_gain(p.facts, p.direct)):
         so = "a repack would hardly gain"
         if gain.quartiles[0] > 1:  # more than chance
             so = f"`python -m moelab repack {shlex.quote(str(model))} OUT` writes such a copy"
         yield True, f"{model.name}: {gain}: {so}", ""
+    if rows is not None:
+        yield _compared(model, p, rows)
+
+
+def _compared(model, p, rows):
+    """Decode streamed, and resident or, if that does not fit, with half of the slots."""
+    few = max(p.top_k, p.slots // 2)
+    ways = p.config, replace(p.config, mode="stacked", slots=few)
+    if p.slots == p.num_experts:  # such a model is streamed all the same, for the comparison
+        ways = replace(p.config, slots=few), resident_like(p.config)
+    bar = tqdm(total=2 * (1 + TEXTS), desc="decoding", unit=" texts", leave=False, disable=None)
+    both = [list(_decoded(model, config, bar)) for config in ways]
+    bar.close()
+    rows += itertools.chain(*both)
+    said = (
+        f"{prompt['variant']} {TOKENS * len(texts) / sum(row['decode_s'] for row in texts):.3g} "
+        f"tok/s, a first token after {prompt['prefill_s']:.2g} s"
+        for prompt, *texts in both
+    )
+    (ours, theirs), *texts = zip(*both)
+    same = [a["tokens"] == b["tokens"] for a, b in texts]
+    bits = [a == b for a, b in zip(ours["bits"], theirs["bits"])]
+    return (
+        all(same),
+        f"{model.name}: {'; '.join(said)}; {sum(same)} of {len(same)} texts are the same, and of a "
+        f"prompt's {len(bits)} states and logits {sum(bits)} bit for bit",
+        "greedy texts must be the same: send the file",
+    )
+
+
+def _decoded(path, config, bar):
+    """Yield a row for a prompt, read with no page of the files in memory, and for each text."""
+    name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
+    begin, opened = time.monotonic(), Opened(path, Variant(config))
+    with opened.model as model:
+        # A text that each installation has.
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())
+        prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
+        drop_pages(path)
+        started = time.perf_counter()
+        read_all_but_last(model, prompt, cache)
+        made = model(prompt[:, -1:], cache=cache), [c.state for c in cache]
+        arrays = [a for _, a in tree_flatten(made) if isinstance(a, mx.array)]
+        mx.eval(arrays)
+        row = {"prompt_tokens": PROMPT, "prefill_s": time.perf_counter() - started}
+        row["bits"] = [zlib.crc32(np.asarray(a.reshape(-1).view(mx.uint8))) for a in arrays]
+        yield {"variant": name} | row
+        for i in range(TEXTS):
+            bar.update()
+            if i and time.monotonic() - begin > MOST_S:
+                break
+            start = ids[i * len(ids) // TEXTS :][:START]
+            row = opened.sample(start, TOKENS, WARMUP, feed=None, temp=0, seed=0)
+            row |= {"pressure": HERE.pressure(), "swapped_s": swapped_s()}
+            yield {"variant": name, "text": i} | row
+    del opened, model
+    gc.collect(), mx.clear_cache()
 
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
-    """Print one line for each finding, and write them to a file; returns whether all is well."""
+    """Print one line for each finding; returns whether all is well.
+
+    A file gets them as a record, with what a model decodes: as a rule in less than five minutes.
+    """
     if model is not None:  # a draft or a model without experts is refused at once, with what it is
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
-    rows = []
-    for ok, what, remedy in findings(model):
-        print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"))
-        rows.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))
+    rows, found, settings = [], [], {"model": model and model.name}
+    running = records.Running("check", settings, tabled=False)
+    for ok, what, remedy in findings(model, settings, rows if file else None):
+        print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"), flush=True)
+        found.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))
     if file is not None:
-        records.write(file, {"kind": "check", "machine": card(), "rows": rows})
-    return all(row["ok"] for row in rows)
+        records.write(file, running.record(rows, findings=found))
+        print(f"Send {file}: {FORM}")
+    return all(one["ok"] for one in found)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = "a model folder: the slots that would be chosen, its own files' reads"
     parser.add_argument("model", type=not_empty, metavar="[MODEL]", nargs="?", help=what)
-    kept = "write machine and findings there, to be sent"
+    kept = "decode for some minutes, and write there all that was found, to be sent"
     parser.add_argument("--json", type=not_empty, metavar="FILE", help=kept)
 
 
