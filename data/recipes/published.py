@@ -2,6 +2,7 @@
 
     python data/recipes/published.py OUT.json
     python data/recipes/published.py OUT.json pairs    settings of one machine, and the one planned
+    python data/recipes/published.py OUT.json macs     plans for Macs, which the README shows
     python data/recipes/published.py OUT.json own      ours, planned with costs of the same machine
 
 Nothing is measured: the records are computed.
@@ -20,7 +21,7 @@ authors'; an empty field is not in the source.
 import hashlib
 import re
 import sys
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pandas as pd
@@ -28,6 +29,7 @@ import pandas as pd
 from moelab.configs import one_of
 from moelab.lab import records
 from moelab.lab.experiments import page_cache
+from moelab.lab.experiments.plan import forecast
 from moelab.lab.models import named
 from moelab.memory import Most
 from moelab.replay.machine import CHIPS, Machine, typical_trace
@@ -294,6 +296,23 @@ def by_group(table):
     return pd.DataFrame(found)
 
 
+# Macs (GB, chip, GB/s of the SSD) and models of the table ``macs``.
+MACS = (16, "M4", 2.9), (24, "M4", 3.4), (32, "M5", 6.0), (64, "M5 Pro", 12.8)
+PLANNED = "gpt-oss-20b", "qwen3.5-35b-a3b", "gpt-oss-120b", "qwen3.5-122b-a10b"
+
+
+def macs():
+    """Slots and speeds of plans for Macs."""
+    found = []
+    for (ram, chip, ssd), name in product(MACS, PLANNED):
+        machine = Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)
+        plan = named(name, machine.most)
+        speed = 1 / forecast(name, machine, slots=plan.slots).advice.token_s
+        row = {"slots": plan.slots, "of": plan.num_experts, "plan_tok_s": speed}
+        found.append({"variant": f"{chip}, {ram} GB", "model": name} | row)
+    return pd.DataFrame(found)
+
+
 def pairs():
     """``settings``, and in words what ``by_group`` says of them."""
     table = settings()
@@ -351,7 +370,7 @@ def main(out, what="speeds"):
     if what == "own":
         settings = {"records": [speeds for _, _, speeds, _ in OWN]}
     running = records.Running("published", settings)
-    found = {"speeds": speeds, "pairs": pairs, "own": own}[what]()
+    found = {"speeds": speeds, "pairs": pairs, "macs": macs, "own": own}[what]()
     text, table = found if isinstance(found, tuple) else (found.round(2).to_string(), found)
     load = running.record([])["load"]  # no other process disturbs what is computed
     records.print_and_save(text, running.table(table.to_dict("records"), load=load), out)

@@ -1,8 +1,9 @@
-"""The README's block of numbers, made of the records: ``make numbers`` writes it anew."""
+"""The README's blocks of numbers, made of the records: ``make numbers`` writes them anew."""
 
 import re
 from pathlib import Path
 
+from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
 from moelab.lab.records import m, paired, q, read, values
 
 README = Path(__file__).parents[2] / "README.md"
@@ -25,14 +26,43 @@ def times(name, slow, fast, form=".2g"):
 
 def against(memories):
     """A table with the speed of each program in each memory: a record, and how it says it."""
-    rows = [["memory", *PROGRAMS], ["---"] * (1 + len(PROGRAMS))]
-    for said, (name, limit) in memories.items():
-        rows.append([said, *(speed(name, f"{program}, {limit}") for program in PROGRAMS)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(
+        ["memory", *PROGRAMS],
+        *(
+            [said, *(speed(name, f"{program}, {limit}") for program in PROGRAMS)]
+            for said, (name, limit) in memories.items()
+        ),
+    )
+
+
+def table(head, *rows):
+    """Rows of cells in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def planned():
+    """The block of plans for Macs."""
+    plans = read("cpu_planned_macs")
+    macs = plans.variant.unique()
+
+    def cell(plan):
+        held = "all" if plan.slots == plan.of else f"{plan.slots / plan.of:.0%}"
+        return f"{rough(plan.plan_tok_s)} ({held})"
+
+    rows = (
+        [name, *map(cell, rows.itertuples())] for name, rows in plans.groupby("model", sort=False)
+    )
+    return f"""\
+{table(["4 bits, planned tok/s", *macs], *rows)}
+
+In brackets: the share of the experts that is in memory. The speeds are likely within a factor of
+{FORMULA_SPREAD}: {FORMULA_NEAR}
+([record](data/results/cpu_planned_macs.json)).
+"""
 
 
 def numbers():
-    """The block's text."""
+    """The block of what was measured."""
     full, half, host = "cpu_against_35b_full", "cpu_slots_956", "cuda_host_routed_35b"
     auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
     all_layers = {f"{gb} GB": (full, f"{gb}000 MB") for gb in (4, 8, 15)}
@@ -100,8 +130,9 @@ What decides it, for these four layers and, last, `tiny-moe`:
 
 
 def filled(text):
-    """The README with a fresh block."""
-    return re.sub(f"(?s)(?<={BEGIN}).*?(?={END})", lambda _: numbers(), text)
+    """The README with fresh blocks."""
+    made = iter((planned(), numbers()))
+    return re.sub(f"(?s){BEGIN}.*?{END}", lambda _: BEGIN + next(made) + END, text)
 
 
 if __name__ == "__main__":
