@@ -166,7 +166,7 @@ sys.platform = "darwin"
 from in_process import started
 import moelab
 from moelab import memory
-from moelab.lab import machine, oscache
+from moelab.lab import check, machine, oscache
 from moelab.streaming.session import session_of
 
 def step(name):
@@ -199,12 +199,15 @@ step("serve")
 _, engine = started("--slots", "8")
 step("stop")
 engine.stop()
+step("check")
+check.TEXTS = 1
+check.check(path, Path(os.environ["DARWIN_LOG"]).with_suffix(".json"))
 step("end")
 """
 
 
 def test_what_a_mac_is_asked(library, tmp_path):
-    """From loading to the server's end each call has what macOS takes, and none a closed file."""
+    """From loading to ``check``'s end each call has what macOS takes, and none a closed file."""
     log = tmp_path / "log"
     preload = {"LD_PRELOAD": str(library), "DARWIN_LOG": str(log), "HF_HUB_OFFLINE": "1"}
     paths = os.pathsep.join((*sys.path, str(Path(__file__).with_name("helpers"))))
@@ -216,6 +219,9 @@ def test_what_a_mac_is_asked(library, tmp_path):
     calls = {name: sorted({*text.splitlines()}) for name, text in steps.items()}
     size, file = (TINY / "model.safetensors").stat().st_size, "model.safetensors"
     dropped, alone = f"msync MS_INVALIDATE {size} {file}", f"F_RDAHEAD 0 {file}"
+    pressure = "sysctlbyname kern.memorystatus_vm_pressure_level"
+    # Whether experts are asked for ahead is decided by what is faster.
+    assert {*calls.pop("check")} - {f"F_RDADVISE {file}"} == {alone, dropped, pressure}
     assert calls == {
         "": [],
         "drop": [dropped],
@@ -224,7 +230,7 @@ def test_what_a_mac_is_asked(library, tmp_path):
         "load": [alone],
         "text": [],
         "ahead": [f"F_RDADVISE {file}"],
-        "pressure": ["sysctlbyname kern.memorystatus_vm_pressure_level"],
+        "pressure": [pressure],
         "close": [],
         "serve": [alone],
         "stop": ["proc_pidinfo PROC_PIDTHREADID64INFO"],

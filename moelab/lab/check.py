@@ -1,7 +1,6 @@
 """``python -m moelab check``: does this machine have what moelab and its notebooks need?"""
 
 import argparse
-import gc
 import itertools
 import os
 import shlex
@@ -41,8 +40,7 @@ MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
 MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
 MIN_COLD_BYTES_PER_S = 0.2e9  # slower: a network or a spinning disk
 MORE_RUNS = 4  # of a cold read that was too slow
-# What a file has of a model: so many texts that begin with so many tokens and go on, and a prompt.
-# No text but the first begins after so many seconds.
+# Of the texts and the prompt of a file. No text but the first begins after MOST_S seconds.
 TEXTS, START, TOKENS, WARMUP, PROMPT, MOST_S = 10, 8, 24, 8, 400, 60
 FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
@@ -66,10 +64,7 @@ def dispatch_cost() -> tuple[float, float]:
 def findings(
     model: str | Path | None = None, settings: dict | None = None, rows: list | None = None
 ) -> Iterator[tuple[bool, str, str]]:
-    """Yield for each thing needed whether all is well, what was found, and else the remedy.
-
-    ``settings`` gets the numbers. With ``rows`` a model also decodes: a row for each text.
-    """
+    """Yield whether all is well, what was found, and else the remedy; fill in what is given."""
     c, settings = card(), settings if settings is not None else {}
     yield True, f"Python {c['python']} on {card_line(c)}", ""
     if c["device"] == "cpu":
@@ -172,7 +167,6 @@ def _compared(model, p, rows):
         ways = replace(p.config, slots=few), resident_like(p.config)
     bar = tqdm(total=2 * (1 + TEXTS), desc="decoding", unit=" texts", leave=False, disable=None)
     both = [list(_decoded(model, config, bar)) for config in ways]
-    bar.close()
     rows += itertools.chain(*both)
     said = (
         f"{prompt['variant']} {TOKENS * len(texts) / sum(row['decode_s'] for row in texts):.3g} "
@@ -195,8 +189,7 @@ def _decoded(path, config, bar):
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:
-        # A text that each installation has.
-        ids = opened.tokenizer.encode(Path(records.__file__).read_text())
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # is in each installation
         prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
         drop_pages(path)
         started = time.perf_counter()
@@ -215,15 +208,10 @@ def _decoded(path, config, bar):
             row = opened.sample(start, TOKENS, WARMUP, feed=None, temp=0, seed=0)
             row |= {"pressure": HERE.pressure(), "swapped_s": swapped_s()}
             yield {"variant": name, "text": i} | row
-    del opened, model
-    gc.collect(), mx.clear_cache()
 
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
-    """Print one line for each finding; returns whether all is well.
-
-    A file gets them as a record, with what a model decodes: as a rule in less than five minutes.
-    """
+    """Print a line for each finding; a file gets all as a record. Returns whether all is well."""
     if model is not None:  # a draft or a model without experts is refused at once, with what it is
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
