@@ -114,8 +114,8 @@ def test_conda_and_pip_ask_for_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = {*project["dependencies"], *extras["lab"], *extras["serve"], *extras["vlm"]}
-    wanted |= {*extras["test"], "-e ."}
-    wanted = wanted - {"moelab[lab,serve,vlm]"} | {"python" + project["requires-python"]}
+    wanted |= {*extras["schema"], *extras["test"], "-e ."}
+    wanted = wanted - {"moelab[lab,schema,serve,vlm]"} | {"python" + project["requires-python"]}
     listed = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
     pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
     assert {*pip, *(r for r in listed if isinstance(r, str) and r != "pip")} == wanted

@@ -5,7 +5,8 @@
 Each client is fetched by npm or pip into an environment of its own under build/clients. The model
 thinks, calls two tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read
 a file, change it and run a command, aider to change a file, the others to run the tool that is
-called. Prints a table: client, version, what it did; ends with 1 if one failed.
+called, and to read objects of a schema, which the model tiny-moe writes. Prints a table: client,
+version, what it did; ends with 1 if one failed.
 """
 
 import json
@@ -19,25 +20,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
-from speaker import CALL, USAGE, Speaker, speaking  # noqa: E402
+from in_process import SLOTS, serving  # noqa: E402
+from speaker import CALL, TEMPLATE, USAGE, Speaker, speaking  # noqa: E402
 
 from moelab.commands.server.ask import Part  # noqa: E402
 
 BUILD, LONG = ROOT / "build" / "clients", "done " * 2000
 TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # of those that have a tool f
 AI_SDK = """
-import { generateText, streamText, tool, stepCountIs } from 'ai';
+import { generateObject, generateText, streamText, tool, stepCountIs } from 'ai';
 import { createOpenAI } from '@ai-sdk/openai';
 import { createAnthropic } from '@ai-sdk/anthropic';
 import { z } from 'zod';
 globalThis.AI_SDK_LOG_WARNINGS = false;
-const options = { baseURL: process.argv[2], apiKey: 'x' };
-const openai = createOpenAI(options), anthropic = createAnthropic(options);
+const clients = (baseURL) => {
+  const options = { baseURL, apiKey: 'x' }, openai = createOpenAI(options), m = 'default_model';
+  return { responses: openai(m), chat: openai.chat(m), messages: createAnthropic(options)(m) };
+};
 const inputSchema = z.object({ a: z.any() }), stopWhen = stepCountIs(4);
-const prompt = 'x', m = 'default_model';
+const prompt = 'x', schema = z.object({ kind: z.enum(['file', 'folder']), open: z.boolean() });
 const tools = { f: tool({ description: 'Do', inputSchema, execute: async () => 'ok' }) };
-const models = { responses: openai(m), chat: openai.chat(m), messages: anthropic(m) };
-for (const [name, model] of Object.entries(models)) {
+for (const [name, model] of Object.entries(clients(process.argv[3]))) {
+  console.log(name, JSON.stringify((await generateObject({ model, schema, prompt })).object));
+}
+for (const [name, model] of Object.entries(clients(process.argv[2]))) {
   const whole = await generateText({ model, tools, prompt, stopWhen });
   const stream = streamText({ model, tools, prompt, stopWhen });
   let text = ''; for await (const piece of stream.textStream) text += piece;
@@ -46,8 +52,15 @@ for (const [name, model] of Object.entries(models)) {
   if (whole.text !== LONG || !text.endsWith(LONG) || steps.some((n) => n !== 2)) process.exit(1);
 }
 """
-LANGCHAIN = """
+ENTRY = """
 import sys
+from typing import Literal
+from pydantic import BaseModel
+class Entry(BaseModel):
+    kind: Literal["file", "folder"]
+    open: bool
+"""
+LANGCHAIN = """
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 def f(a: list) -> str:
@@ -62,10 +75,15 @@ for responses in (False, True):
     text = "".join(piece.text for piece in model.stream(said))
     print("responses" if responses else "chat", len(said) - 2, "calls,", len(text), "characters")
     assert len(said) == 4 and text == LONG
+    model = ChatOpenAI(
+        model="default_model", base_url=sys.argv[2], api_key="x", use_responses_api=responses
+    )
+    for method in ("json_schema", "function_calling"):
+        print(method, made := model.with_structured_output(Entry, method=method).invoke("x"))
+        assert isinstance(made, Entry)
 """
 PYDANTIC_AI = """
-import sys
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 calls, provider = [], OpenAIProvider(base_url=sys.argv[1], api_key="x")
@@ -77,6 +95,12 @@ def f(a: list) -> str:
 text = agent.run_sync("x").output
 print("chat", len(calls), "calls,", len(text), "characters")
 assert len(calls) == 2 and text.strip() == LONG.strip()
+provider = OpenAIProvider(base_url=sys.argv[2], api_key="x")
+for kind in (Entry, NativeOutput(Entry)):
+    model = OpenAIChatModel("default_model", provider=provider)
+    agent = Agent(model, output_type=kind, model_settings={"parallel_tool_calls": False})
+    print(type(kind).__name__, made := agent.run_sync("x").output)
+    assert isinstance(made, Entry)
 """
 
 
@@ -156,15 +180,20 @@ def codex():
 def ai_sdk():
     folder, version = of_npm("ai", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")
     (folder / "try.mjs").write_text(AI_SDK.replace("LONG", json.dumps(LONG)))
-    with speaking(engine=Scripted(TURNS)) as url:
-        return version, ran("node", folder / "try.mjs", url)
+    return version, asked("node", folder / "try.mjs")
+
+
+def asked(*command):
+    """What a program says that asks the scripted model, and one that writes objects."""
+    real = serving(*SLOTS, "--chat-template", TEMPLATE, "--log-level", "ERROR")
+    with speaking(engine=Scripted(TURNS)) as url, real as server:
+        return ran(*command, url, server.url)
 
 
 def of_python(code, *packages):
     def client():
         folder, version = of_pip(*packages)
-        with speaking(engine=Scripted(TURNS)) as url:
-            return version, ran(folder / "python", "-c", code.replace("LONG", repr(LONG)), url)
+        return version, asked(folder / "python", "-c", ENTRY + code.replace("LONG", repr(LONG)))
 
     return client
 

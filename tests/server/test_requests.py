@@ -105,7 +105,7 @@ def test_prompts():
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9"}}
 INPUT = {"type": "input_image", "image_url": "http://127.0.0.1:9"}
 PICTURE = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9"}}
-FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {}}}
+FORMAT = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}
 SPACE = {"type": "namespace", "name": "m", "tools": [{}]}
 ITEMS = [5, {"role": "user"}, user([INPUT]), {"role": 5, "content": "x"}]
 ITEMS += [{"type": "item_reference", "id": "x"}]
@@ -113,16 +113,17 @@ ITEMS += [{"type": "function_call", "call_id": "x", "name": "f"}]
 BLOCKS = [PICTURE, {"type": "tool_use", "id": "x", "name": "f"}]
 BLOCKS += [{"type": "tool_result", "content": "x"}]
 NAN, HUGE = float("nan"), 10**400  # beyond float64
-THIRD = {"previous_response_id": ["resp_1"], "n": [2], "top_logprobs": [2], "text": [FORMAT]}
-THIRD |= {"tool_choice": ["required", {"type": "web_search"}], "reasoning": ["x"]}
+THIRD = {"previous_response_id": ["resp_1"], "n": [2], "top_logprobs": [2]}
+THIRD["text"] = [FORMAT, {"form": {"type": "json_object"}}]
+THIRD |= {"tool_choice": [{"type": "web_search"}], "reasoning": ["x"]}
 THIRD |= {"tools": [[{"type": "function"}], [SPACE]], "input": [[], *([item] for item in ITEMS)]}
 THIRD |= {"include": [["message.output_text.logprobs"]], "messages": [[user("x")]]}
 THIRD |= {"max_tokens": [9]}
 LAST = {"context_management": [{"edits": [{"type": "clear_tool_uses_20250919"}]}]}
-LAST |= {"tool_choice": [{"type": "any"}, {"type": "tool", "name": "web_search"}]}
+LAST |= {"tool_choice": [{"type": "tool", "name": "web_search"}]}
 LAST |= {"messages": [[], *([user([block])] for block in BLOCKS)], "system": [[PICTURE], 5]}
 LAST |= {"output_config": [FORMAT], "tools": [[{"name": "f"}]], "stop_sequences": [[5]]}
-LAST |= {"reasoning": [{"effort": "low"}], "stop": ["x"]}
+LAST |= {"text": [{"effort": "low"}], "stop": ["x"]}
 BAD = {  # of each dialect, values of fields that change the answer otherwise, or that are none
     COMPLETIONS: {
         "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
@@ -143,8 +144,8 @@ BAD = {  # of each dialect, values of fields that change the answer otherwise, o
         "top_logprobs": [-1, 21],
         "chat_template_kwargs": [5, {"tokenize": False}, {"chat_template": "x"}, {"tools": []}],
         "tools": [5, {}, [5], [{}], [{"type": "function", "function": {}}]],
-        "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
-        "response_format": ["text", {"type": "json_object"}],
+        "tool_choice": ["required", "x", {"type": "function", "function": {"name": "f"}}],
+        "response_format": ["text", {"type": "json_schema"}, {"type": "json_schema", "schema": []}],
         "x" * 100_000: [1],
     },
     RESPONSES: THIRD,
@@ -185,13 +186,16 @@ def test_the_guide_says_what_becomes_of_each_field():
                 asks(CHAT, TALK | {name: "x"})
 
 
-VALID, CHOICE = "expected a valid string", "tool_choice: expected 'auto' or 'none', got"
+VALID, CHOICE = "expected a valid string", "tool_choice: expected "
+UNKNOWN = {"type": "json_schema", "schema": {"anyOf": [{}, {"items": {"uniqueItems": True}}]}}
+SCHEMA = "response_format: schema.anyOf.1.items: Unimplemented keys: [uniqueItems], got"
 PART = "messages.0.content.0.type: expected 'text', got 'image_url'"
 CALL = "messages.1.tool_calls.0.function.arguments: expected an object in JSON"
 SAID = [  # a field, a value, and what is said of it
     ("stop", [5], f"stop.0: {VALID}, got '5'"),
-    ("tool_choice", "any", f"{CHOICE} 'any'"),
-    ("tool_choice", {"type": "tool"}, CHOICE + " {'type': 'tool'}"),
+    ("tool_choice", "any", CHOICE + "one of the tools, got required"),
+    ("tool_choice", {"type": "tool"}, CHOICE + "auto, none, required, any or a"),
+    ("response_format", UNKNOWN, SCHEMA),
     ("messages", [user(5)], f"messages.0.content: {VALID} or a valid list, got '5'"),
     ("messages", [user([IMAGE])], PART),
     ("messages", CALLED, CALL),

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from ...checkpoint import shorten
 from .ask import Ask, Body, Part, Run, Served, joined
 from .completions import error
-from .requests import Asked, ChatRequest, Dialect, Message, leave_out, shown
+from .requests import Asked, ChatRequest, Dialect, Form, Message, leave_out, shown
 from .text import Splitter
 
 BILLING = "x-anthropic-billing-header:"  # begins a text of Claude Code that no model should read
@@ -87,7 +87,7 @@ class ItemsRequest(ChatRequest):
     top_logprobs: Literal[0] = 0
     messages: Pieces = Field(min_length=1)
     system: System = Field([])
-    text: dict[str, str | dict[Literal["type"], Literal["text"]] | None] = Field({})
+    text: Form = Field({})
     # Of items that no answer here has, but for the thoughts, which it always has.
     include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
 
@@ -109,6 +109,8 @@ class ItemsRequest(ChatRequest):
                 said, gap = messages[-1].get(name), more[:0] if role == "assistant" else "\n\n"
                 messages[-1][name] = said + gap + more if said else more
         self.messages = messages
+        self.response_format = self.text.get("format")
+        self.reasoning_effort = self.text.get("effort") or self.reasoning_effort
         return super().read(served)
 
 
@@ -277,7 +279,7 @@ def _error(words, param, status, code):
 
 NAMES = {"input": "messages", "instructions": "system", "max_output_tokens": "max_tokens"}
 RESPONSES = Dialect("/v1/responses", ItemsRequest, _Response, _failed, NAMES, prompt="input")
-NAMES = {"stop_sequences": "stop", "output_config": "reasoning"}
+NAMES = {"stop_sequences": "stop", "output_config": "text"}
 LONG = "prompt is too long: {size} tokens > {most} maximum"
 MESSAGES = Dialect("/v1/messages", ItemsRequest, _Message, _error, NAMES, too_long=LONG)
 COUNT_TOKENS = replace(MESSAGES, path="/v1/messages/count_tokens", writes=False)

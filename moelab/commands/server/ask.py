@@ -62,6 +62,7 @@ class Ask:
     sampling: Body = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
     penalties: Body = field(default_factory=dict)  # those of its make_logits_processors
     seed: int | None = None  # None: random numbers of its own
+    form: str | None = None  # the text goes on as this grammar says (``grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
     logprobs: int | None = None  # so many of the likeliest tokens with each token; None: nothing
     echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``

@@ -31,6 +31,7 @@ from ...system import HERE
 from ..drafting import shared_policy
 from ..kv_cache import quantized_given
 from .ask import Ask, Part, Refused, Served, Token, Usage
+from .grammar import Mask
 from .prompts import Prompts
 from .text import Stops
 
@@ -51,6 +52,7 @@ class _Text:
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # its number in the batch
         self.steps = None  # its tokens, as it is written with a draft
+        self.mask = Mask(ask.form, tokenizer, self.prompt_size) if ask.form else None
         self.scores = [Token(ask.tokens[0], None, [])] if ask.echo else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
         self._detokenizer.begin(ask.tokens)
@@ -71,6 +73,9 @@ class _Text:
     def write(self, token: int, logprobs: mx.array) -> bool:
         """Add a chosen token and tell the client what is new. Returns whether the text ends."""
         self.tokens.append(token)
+        if self.mask and self.mask.error:
+            self.tell(Refused(f"the form that was asked for: {self.mask.error}"))
+            return True
         if self.ask.logprobs is not None:
             (told,) = _tokens([token], logprobs[None], self.ask.logprobs)
             self._held.append((self._decoded, told))
@@ -255,7 +260,7 @@ class Engine:
         """Find what is known of a prompt, and where it is read."""
         served, ask, cuts = self.served, text.ask, dict(text.ask.cuts)
         text.tokens = ask.tokens[:]
-        text.processors = make_logits_processors(**ask.penalties)
+        text.processors = make_logits_processors(**ask.penalties) + [text.mask] * bool(text.mask)
         text.sampler = _with_own_numbers(make_sampler(**ask.sampling), ask.seed)
         self.prompts.make_way()
         if not text.scores:

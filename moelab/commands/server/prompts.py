@@ -71,7 +71,7 @@ class Prompts:
         A state kept there serves the next prompt that begins so. Notes the prompt as read.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
-        shared = max((_same(prompt, other) for other in [*known, *self._latest]), default=0)
+        shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
         return shared if shared >= cached + MIN_SHARED else 0
 
@@ -90,7 +90,7 @@ class Prompts:
         return left >= 0
 
 
-def _same(a, b):
-    """How many numbers two arrays begin with in common."""
+def same(a: np.ndarray, b: np.ndarray) -> int:
+    """Count the numbers that two arrays begin with in common."""
     n = min(len(a), len(b))
     return int(np.argmin(np.append(a[:n] == b[:n], False)))

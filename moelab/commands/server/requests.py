@@ -18,6 +18,7 @@ from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12
 
 from ...checkpoint import shorten
 from .ask import Ask, Body, Part, Refused, Served
+from .grammar import choice_of, grammar, schema_of
 from .template import chat_tokens
 from .text import Splitter
 
@@ -28,7 +29,7 @@ TAKEN |= {"service_tier", "priority", "speed", "inference_geo", "prediction", "t
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
 TAKEN |= {"cache_prompt", "cache_salt", "max_tool_calls", "web_search_options", "verbosity"}
 # Fields that are taken with this value, which is what happens without them.
-ONLY = {"response_format": {"type": "text"}, "modalities": ["text"], "suffix": "", "best_of": 1}
+ONLY = {"modalities": ["text"], "suffix": "", "best_of": 1}
 ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 ONLY |= {"background": False, "min_tokens": 0, "ignore_eos": False, "length_penalty": 1}
 ONLY |= {"use_beam_search": False, "skip_special_tokens": True, "include_reasoning": True}
@@ -132,6 +133,10 @@ Arguments = Annotated[dict, BeforeValidator(_arguments)]
 Calls = list[_object(function=_object(arguments=NotRequired[Arguments]))] | None
 Message = _object(role=str, content=NotRequired[Content], tool_calls=NotRequired[Calls])
 Message = Annotated[Message, BeforeValidator(shown)]
+Schema = Annotated[Body | None, BeforeValidator(schema_of)]
+Choice = Annotated[str | list[str], BeforeValidator(choice_of)]
+Form = {"format": Schema, "effort": str | None, "verbosity": str | None}
+Form = with_config(ConfigDict(strict=True, extra="forbid"))(TypedDict("Form", Form, total=False))
 
 
 class Request(BaseModel):
@@ -146,6 +151,7 @@ class Request(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = Field(None, ge=0, lt=2**64)
     stop: Stops = []
+    response_format: Schema = None
     num_draft_tokens: Annotated[int, Field(ge=0, le=64)] | Literal["auto"] | None = None
     temp: Positive | None = Field(None, alias="temperature")
     top_p: Share | None = None
@@ -159,7 +165,9 @@ class Request(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
 
-    def make(self, prompts: list, served: Served, scores: int | None, echo=False) -> list[Ask]:
+    def make(
+        self, prompts: list, served: Served, scores: int | None, form: str | None, echo=False
+    ) -> list[Ask]:
         """Make ``n`` asks for each prompt, which is a pair of tokens and ``Ask.cuts``."""
         args, size, bias = served.args, served.size, self.logit_bias
         ids = f"one or more tokens, each less than {size}"
@@ -180,8 +188,14 @@ class Request(BaseModel):
         length = args.max_tokens if length is None else length
         most = served.positions if length is None else length
         drafted = args.num_draft_tokens if drafted is None else drafted
-        given = {"sampling": sampling, "penalties": penalties, "stops": self.stop, "echo": echo}
-        given |= {"logprobs": scores, "num_draft_tokens": drafted, "is_open": length is None}
+        given = {"sampling": sampling, "penalties": penalties, "form": form, "echo": echo}
+        given["stops"] = self.stop
+        given |= {
+            "form": form,
+            "logprobs": scores,
+            "num_draft_tokens": drafted,
+            "is_open": length is None,
+        }
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
         each = [(ids, min(most, served.positions - len(ids)), cuts) for ids, cuts in prompts]
         return [Ask(ids, n, seed=s, cuts=cuts, **given) for ids, n, cuts in each for s in seeds]
@@ -192,7 +206,7 @@ class ChatRequest(Request):
 
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     tools: list[Functions] = Field([], fail_fast=True)
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Choice = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
@@ -205,7 +219,7 @@ class ChatRequest(Request):
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
         """Make the asks and, for each, what splits its text."""
         tokenizer, tools = served.tokenizer, [*chain(*self.tools)]
-        tools = tools if self.tool_choice == "auto" and tools else None
+        tools = tools if self.tool_choice != "none" and tools else None
         effort, thinks = self.reasoning.get("effort") or self.reasoning_effort, self.enable_thinking
         thinks = False if self.thinking.get("type") == "disabled" else thinks
         given = {"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {}
@@ -213,8 +227,12 @@ class ChatRequest(Request):
         given = served.args.chat_template_args | given | self.chat_template_kwargs
         *prompt, state = chat_tokens(tokenizer, self.messages, tools, given, served.has_states)
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
-        asks = self.make([prompt], served, scores)
-        return asks, [Splitter(tokenizer, tools, state, not self.parallel_tool_calls) for _ in asks]
+        form, one = (self.response_format, self.tool_choice), not self.parallel_tool_calls
+        form = grammar(tokenizer, state, *form, tools, one)
+        last, words = self.messages[-1]["role"], "another than the assistant's last with a form"
+        _expect(not form or last != "assistant", "messages", words, last)
+        asks = self.make([prompt], served, scores, form)
+        return asks, [Splitter(tokenizer, tools, state, one) for _ in asks]
 
 
 class CompletionRequest(Request):
@@ -229,7 +247,8 @@ class CompletionRequest(Request):
         """Make the asks and, for each, what leaves its text as it is."""
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
-        asks = self.make(prompts, served, self.logprobs, self.echo and scores)
+        form = grammar(served.tokenizer, "content", self.response_format)
+        asks = self.make(prompts, served, self.logprobs, form, self.echo and scores)
         return asks, [Splitter(served.tokenizer, None, "content") for _ in asks]
 
 
@@ -265,10 +284,8 @@ class Dialect:
     def check(self, body: Body) -> ChatRequest | CompletionRequest:
         """Check the fields of a request. ``Refused`` names one that is wrong."""
         match body:
-            case {"tool_choice": {"type": "auto" | "none" as choice, **form}}:  # Anthropic's
-                body = body | {"tool_choice": choice}
-                if form.get("disable_parallel_tool_use"):
-                    body["parallel_tool_calls"] = False
+            case {"tool_choice": {"disable_parallel_tool_use": True}}:  # Anthropic's
+                body = body | {"parallel_tool_calls": False}
         names = self.names | {name: own for own, name in self.names.items()}  # it has no other
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:
