@@ -3,7 +3,7 @@
 #   make run    runs every notebook and writes one HTML page for each under build/, in ten minutes
 #   make notebooks   runs them anew and keeps their figures as pictures; NB=03_page_cache runs one
 #   make records   lists the parts that records are measured in; PART="engine drafts" measures two
-#   make numbers   writes the README's numbers anew from the records in data/results
+#   make numbers   writes the README's numbers and docs/scorecard.md anew from the records
 #   make test   tests every module, every mode and every notebook, in ten minutes; make test-lab a part
 #   make test-all   the same with the slow tests, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
@@ -25,9 +25,10 @@ run: $(READY)
 records: $(READY)
 	$(BIN)/python data/recipes/records.py $(PART)
 
-# The README's block of numbers.
+# The README's block of numbers, and the page of claims.
 numbers: $(READY)
 	$(BIN)/python data/recipes/readme.py
+	$(BIN)/python data/recipes/scorecard.py
 
 # What people use instead, from PyPI into build/peers: llama.cpp is compiled, in five minutes.
 peers: $(READY)

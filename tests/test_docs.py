@@ -15,6 +15,7 @@ from graphlib import TopologicalSorter
 import nbformat
 import pytest
 import readme
+import scorecard
 import yaml
 from committed import HERE, NOTEBOOKS, ROOT
 
@@ -24,7 +25,8 @@ from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
 DROPPED = ROOT / "docs/did_not_work.md"  # may have numbers: of code that is gone, with sources
-DOCUMENTS = (README, GUIDE, DROPPED, *NOTEBOOKS)
+SCORECARD = ROOT / "docs/scorecard.md"
+DOCUMENTS = (README, GUIDE, DROPPED, SCORECARD, *NOTEBOOKS)
 BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` writes
 
 # Code, how long a notebook takes, what its sliders may be set to, names, versions, settings.
@@ -60,9 +62,10 @@ def typed(text):
     return re.findall(rf"<!--.{{,30}}|.{{,30}}(?:{MEASURED}).{{,15}}", text)
 
 
-def test_the_numbers_of_the_readme_are_those_of_the_records(monkeypatch):
+def test_numbers_of_the_readme_and_the_scorecard_are_those_of_the_records(monkeypatch):
     monkeypatch.setattr(shipped, "DATA", ROOT / "data")
     assert readme.filled(README.read_text()) == README.read_text(), "make numbers"
+    assert scorecard.page() == SCORECARD.read_text(), "make numbers"
 
 
 @pytest.mark.parametrize("path", [README, GUIDE, *NOTEBOOKS], ids=lambda path: path.stem)

@@ -4,7 +4,7 @@
     python data/recipes/buffers.py OUT.json MODEL            operations in their layers and MODEL's
     python data/recipes/buffers.py OUT.json MODEL kernels    a token's seconds on the GPU, by kernel
 
-Notebook 01 reads the records. MLX reads these settings once, so each has a process of its own.
+Notebook 10 reads the records. MLX reads these settings once, so each has a process of its own.
 CUPTI counts the kernels, through ``torch.profiler``.
 """
 

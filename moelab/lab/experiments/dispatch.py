@@ -1,4 +1,4 @@
-"""Operations of a model counted, and its experts listened to: what notebook 01 measures with."""
+"""Operations of a model counted, and its experts listened to: what notebook 10 measures with."""
 
 import re
 from collections import Counter

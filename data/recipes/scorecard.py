@@ -1,0 +1,93 @@
+"""``docs/scorecard.md``: each claim with its verdict, made of the records; ``make numbers``."""
+
+import re
+from pathlib import Path
+
+from moelab.lab import claims
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/scorecard.md"
+# Where a source is, by the words that name it: the first that are found.
+SOURCES = {
+    "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
+    "dflash issue 91": "z-lab/dflash/issues/91",
+    "DFlash issue 151": "z-lab/dflash/issues/151",
+    "PR 26": "SharpAI/SwiftLM/pull/26",
+    "PR 90": "SharpAI/SwiftLM/pull/90",
+    "SwiftLM": "SharpAI/SwiftLM",
+    "anemll-flash-mlx": "Anemll/anemll-flash-mlx",
+}
+ABOUT = """\
+# Which claims about streaming experts are true?
+
+Pull requests, issues and papers make claims about Mixture-of-Experts models whose experts stay on
+the SSD. Some contradict each other. Here each one is tested. `make numbers` writes this page from
+[the claims](../data/claims.json) and [the records](../data/results).
+
+**Few hold everywhere.** Most are refuted, or depend on a condition that they leave out, such as the
+device or how an expert without a slot is read.
+
+A claim is tested in several *regimes*: a device, a memory limit, a state of the page cache. Each
+has a *gate*, the number that the samples must reach. The interval of their median is the sign
+test's, from one sorted sample to another.
+
+- A regime is *confirmed* if the whole interval keeps to the gate, *refuted* if none of it does, or
+  if the claimed effect is smaller than a bound that counts as none, else *open*.
+- A claim is *confirmed* or *refuted* if the regimes that are not open agree. It *depends* if they
+  do not, and is *open* if every regime is.
+
+Gates were set after some of these records were made. They stay as they are for records that are
+made again. *n* is the number of samples; a number without an interval was counted.
+"""
+LIMITS = """\
+**Limits.** Two CPU cores and two kinds of GPU, all under Linux; no Apple hardware, on which most of
+the claims were made. Layers have random weights where a trained model of that size cannot be had
+here; each regime says so. A verdict holds for these regimes, not for all machines.
+"""
+
+
+def table(heads, rows):
+    """A table of Markdown."""
+    rows = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
+
+
+def linked(source):
+    """A source with its address, if it has one."""
+    found = next((at for words, at in SOURCES.items() if words in source), "")
+    return f"[{source}](https://github.com/{found})" if found else source
+
+
+def notebooks(numbers):
+    """Links to notebooks by their numbers: ``02, 05``."""
+    files = {path.name[:2]: path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
+    return re.sub(r"\d\d", lambda n: f"[{n[0]}](../notebooks/{files[n[0]]})", numbers)
+
+
+def page():
+    """The page's text."""
+    card, regimes = claims.scorecard(), claims.regimes()
+    counts = card.verdict.value_counts().reindex(claims.VERDICTS).dropna().astype(int)
+    why = {c["id"]: c.get("why", {}) for c in claims.read()}
+    verdicts = [
+        (f"[{i}](#{i.lower()})", c.claim, f"*{c.verdict}*", linked(c.source), notebooks(c.notebook))
+        for i, c in card.iterrows()
+    ]
+    parts = [
+        ABOUT,
+        f"Of {len(card)} claims: " + ", ".join(f"{n} *{v}*" for v, n in counts.items()) + ".",
+        table(("", "claim", "verdict", "source", "notebook"), verdicts),
+        "## The numbers",
+    ]
+    for i, claim in card.iterrows():
+        told = f"{claim.claim.rstrip('.')}: *{claim.verdict}*. {why[i].get(claim.verdict, '')}"
+        parts.append(f"### {i}\n\n{told.strip()}")
+        if i in regimes.index:
+            parts.append(table(regimes.columns, regimes.loc[[i]].itertuples(index=False)))
+        else:  # not testable here
+            parts.append(claim.because)
+    return "\n\n".join([*parts, LIMITS])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
