@@ -18,9 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ipywidgets
 import numpy as np
-from IPython.display import display
 from pandas import DataFrame
 
 from ..shipped import shipped
@@ -28,8 +26,7 @@ from . import charts, records
 
 VERDICTS = "confirmed", "refuted", "depends", "open", "cannot be tested here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
-# Okabe and Ito's blue, vermilion and orange, and greys: no green that says "right".
-COLORS = dict(zip(VERDICTS, ("#0072B2", "#D55E00", "#E69F00", "#999999", "#CCCCCC")))
+TOLD = 2  # regimes of a verdict whose numbers a reason tells
 
 
 @dataclass(frozen=True)
@@ -194,25 +191,3 @@ def _read(name):
 def show(*ids: str) -> None:
     """Show some claims with their verdicts and why."""
     charts.table(scorecard(*ids)[["claim", "verdict", "because"]])
-
-
-def browse(card: DataFrame, *columns: str) -> ipywidgets.VBox:
-    """Show a scorecard under choices for some columns; a page without a kernel shows all rows."""
-    choices = {
-        c: ipywidgets.Dropdown(options=["all", *dict.fromkeys(card[c])], description=c)
-        for c in columns
-    }
-    shown = ipywidgets.HTML(charts.as_html(card))
-
-    def draw(_):
-        rows = card
-        for column, control in choices.items():
-            rows = rows[(rows[column] == control.value) | (control.value == "all")]
-        shown.value = charts.as_html(rows)
-
-    for control in choices.values():
-        control.observe(draw, names="value")
-    view = ipywidgets.VBox([*choices.values(), shown])
-    still = {"text/html": charts.as_html(card), "text/plain": card.to_string()}
-    display({**view._repr_mimebundle_(), **still}, raw=True)
-    return view
