@@ -26,7 +26,6 @@ from . import charts, records
 
 VERDICTS = "confirmed", "refuted", "depends", "open", "cannot be tested here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
-TOLD = 2  # regimes of a verdict whose numbers a reason tells
 
 
 @dataclass(frozen=True)
