@@ -290,27 +290,14 @@ class Parts(Pairs):
         return y.reshape(*self.shape, y.shape[-1])
 
 
-class Serial(StreamedExperts):
-    """Read one expert after another into new arrays (SwiftLM's first ``--stream-experts``)."""
-
-    def _compute(self, x, indices, routed, asked, size=0):
-        parts = Parts(x, routed, self, size)
-        for e in parts.needed:
-            bank = self._take_bank(1)
-            with self.session.counting.read_wait():
-                self.session.reader.read_in_turn(bank.reads({e: 0}))
-            bank.arrived(e, 0)
-            self.session.counting.now.misses += 1
-            mx.eval(parts.add(Arrived({e: 0}, bank)))
-        return parts.result()
-
-
 class Buffers(StreamedExperts):
     """Read K experts at a time into K buffers, and again for the next token (SwiftLM PR 26)."""
 
+    one_by_one = False
+
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        self._bank = self._take_bank(session.top_k)
+        self._bank = self._take_bank(1 if self.one_by_one else session.top_k)
 
     def _compute(self, x, indices, routed, asked, size=0):
         parts, K = Parts(x, routed, self, size), self._bank.num_slots
@@ -323,13 +310,20 @@ class Buffers(StreamedExperts):
 
     def read(self, experts: list[int]) -> dict[int, int]:
         """Read at most K distinct experts as a call does; return the buffer of each."""
-        buffers = {e: i for i, e in enumerate(experts)}
+        buffers, reader = {e: i for i, e in enumerate(experts)}, self.session.reader
+        read = reader.read_in_turn if self.one_by_one else reader.read
         with self.session.counting.read_wait():
-            self.session.reader.read(self._bank.reads(buffers))
+            read(self._bank.reads(buffers))
         self.session.counting.now.misses += len(buffers)
         for e, buffer in buffers.items():
             self._bank.arrived(e, buffer)
         return buffers
+
+
+class Serial(Buffers):
+    """Read an expert, compute with it, read the next (SwiftLM's first ``--stream-experts``)."""
+
+    one_by_one = True
 
 
 LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
