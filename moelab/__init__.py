@@ -3,6 +3,14 @@
 One set of letters everywhere: B batch, T tokens, D hidden size, F expert hidden size,
 E experts, K experts per token (top-k), S slots per layer, L layers. Bytes are ``nbytes``,
 seconds end in ``_s``.
+
+    checkpoint/     the files of a model: headers, formats, what is damaged
+    streaming/      ``load``: experts on disk, slots, the plan of memory
+    kernels/        what a CPU computes by code of its own, without llvmlite by MLX
+    speculation/    drafts, their verification, the rollback of caches
+    commands/       ``python -m moelab``, and the server
+    replay/         what recorded routing would cost with other slots and policies
+    lab/            measurements, records and charts, for the notebooks
 """
 
 import _signal

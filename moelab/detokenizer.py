@@ -34,7 +34,7 @@ class Detokenizer(StreamingDetokenizer):
             ids, plain = encode(CLEANED), partial(self._decode, clean_up_tokenization_spaces=False)
             if plain(ids) != self._decode(ids):
                 self._decode, self._clean = plain, tokenizer.clean_up_tokenization
-        self._amid = encode("a")  # comes before and behind a token to find its bytes
+        self._amid = encode("a")  # put on both sides of a token to find its bytes
         self._before = len(self._decode(self._amid))
         self._behind = len(self._decode(2 * self._amid)) - self._before
         self.reset()

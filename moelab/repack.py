@@ -48,7 +48,7 @@ class Gain(NamedTuple):
     """How fast this machine reads experts as they lie on disk, and in one piece."""
 
     reads: int  # pieces of an expert as it lies
-    bytes_per_s: np.ndarray  # ``[n, 2]``: as they lie, and in one piece just before or after
+    bytes_per_s: np.ndarray  # ``[n, 2]``: as they lie, and in one piece; timed back to back
 
     @property
     def quartiles(self) -> np.ndarray:

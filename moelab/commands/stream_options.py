@@ -78,7 +78,7 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Say on stderr which slots there are and why, if not those asked for; of ranks, 0 does."""
+    """On rank 0, say on stderr how many slots there are and why, unless so many were asked for."""
     session = session_of(model)
     said, E, slots = session.plan, session.facts.num_experts, session.config.slots
     if said is None and session.residency.layers and slots > E:

@@ -31,7 +31,7 @@ ACCEPT = 0.8  # share of right guesses of the draft ``oracle``; ``oracle:0.7`` h
 class Decoded:
     """The result of one timed run."""
 
-    tokens: list[int]  # all decoded tokens: the prompt's next one, the warm-up, the timed ones
+    tokens: list[int]  # decoded: the first after the prompt, the warm-up, the timed ones
     prefill_s: float  # seconds of the prompt, its next token included
     decode_s: float  # seconds of the timed tokens together
     step_s: list[float]  # seconds of each timed token; with a draft, of each timed round

@@ -179,7 +179,7 @@ def _cgroup(nbytes):
 
 
 def _own_cgroup():
-    """The folder of cgroups that limit memory, this process's own one, and their version."""
+    """The root of cgroups that limit memory, this process's own cgroup, and their version."""
     groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
     how, name, top = (V1, "memory", CGROUPS / "memory") if "memory" in groups else (V2, "", CGROUPS)
     return top, top / groups.get(name, "/").lstrip("/"), how

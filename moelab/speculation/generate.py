@@ -9,6 +9,8 @@ and with any draft, but for the rounding of longer passes. A round of ``_Rounds`
     accept             the guesses before the first it did not choose   (``sampling``)
     tell the policy    what the round cost and brought
     roll back, commit  the target's cache keeps the accepted tokens     (``rollback``)
+
+mlx-lm's ``stream_generate`` makes text of them, with ``moelab.detokenizer``.
 """
 
 import time

@@ -42,7 +42,7 @@ RECURRENCES = {
 
 
 class Tape:
-    """What a recurrent layer did in one pass: its cache after any number of the tokens."""
+    """What a recurrent layer did in one pass; gives its cache after any number of its tokens."""
 
     def __init__(self, cache: ArraysCache):
         self.cache = cache

@@ -243,7 +243,7 @@ def _take_back(c, snapshot) -> None:
 
 
 def _trim(c, snapshot, n: int) -> None:
-    """Take the last ``n`` tokens out of an attention cache; some since the snapshot stay."""
+    """Drop an attention cache's last ``n`` tokens, fewer than were added since the snapshot."""
     if isinstance(snapshot, int):
         return _checked_trim(c, n)
     stay = c.offset - snapshot[1][0] - n

@@ -3,7 +3,7 @@
 The pages of an MLX array that the host has touched move between host and GPU by page faults: bytes
 written in place take 0.5 ms a MB where the bus needs 0.03, and reading a layer's routing 0.15 ms.
 Here both go through pinned memory, by kernels in MLX's own graph: ``Mailbox.post`` writes routing
-there, ``Mailbox.send`` copies bytes that have been read into it to the slots. It is started before
+there, ``Mailbox.send`` copies experts' bytes from there to the slots. Its kernel is started before
 the reads have ended and waits on the GPU for each, so that the host prepares the next operations
 meanwhile. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """

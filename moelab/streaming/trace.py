@@ -81,7 +81,7 @@ class Trace:
 
     @property
     def decode(self) -> "Trace":
-        """The tokens of calls with one token."""
+        """The decoded tokens: those of calls with one token."""
         return self[self.phase == "decode"]
 
     def save(self, path: str | Path) -> None:

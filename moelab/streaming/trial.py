@@ -98,7 +98,7 @@ class Trial:
         return (len(self._ends) + 1) * expm1(abs(self.gap)) <= COST
 
     def _judge(self):
-        """Estimate the gap, and decide if it is sure or there is nothing more to see."""
+        """Estimate the gap; end the trial once it is sure or ``MOST_PAIRS`` were timed."""
         n, many = len(self._pairs), self._missing + 1
         slope = self._slopes / (self._squares + 0.1 * many * many)
         slope = min(max(0.0, slope), 1 / many)  # reads take no more than all of the time

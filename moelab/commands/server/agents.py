@@ -94,7 +94,8 @@ class ItemsRequest(ChatRequest):
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
         """Make messages of their pieces, which templates take, and then the ask.
 
-        Neighbours of one role become one message; system messages after others become a user's.
+        Consecutive messages of one role, but for tools' results, become one message; later system
+        messages become user messages.
         """
         messages = []
         for piece in self.system + self.messages:

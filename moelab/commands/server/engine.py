@@ -277,7 +277,7 @@ class Engine:
         # A text that waits for memory will soon be written, too.
         others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
         place = "batch" if self.served.is_batchable and others else "alone"
-        # The batch or the draft reads a short prompt.
+        # A short prompt is left to the batch, or to the loop with a draft.
         drafted = self.served.draft is not None and not text.cuts
         is_short = text.rest <= PART and not text.scores and (drafted or place == "batch")
         if text.rest > 0 and not is_short:

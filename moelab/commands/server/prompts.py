@@ -68,7 +68,7 @@ class Prompts:
     def shared(self, tokens: list[int], cached: int) -> int:
         """How many tokens a prompt shares with an earlier one; 0 if few more than are ``cached``.
 
-        A state kept there serves the next prompt that begins so. Notes the prompt as read.
+        Caches kept at that length serve later prompts that begin so. Notes the prompt as read.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)

@@ -122,7 +122,7 @@ def measure(
 
 
 def _as_dict(variant):
-    """A variant as a dict for a header: its config's fields and its own that are set."""
+    """A variant as a header's dict: its config's fields, and its own that are not defaults."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
     default = Variant(own.pop("config"))
     set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}

@@ -42,7 +42,7 @@ TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 # A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
 # often needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
-DRAFTS, ACCEPTED = 3, 0.7  # numbers of a draft that would help
+DRAFTS, ACCEPTED = 3, 0.7  # length and acceptance of a draft that would help
 WORTH_A_LINE = 1.2  # smaller speedups by a change are not worth a line
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # model whose layers are taken, how many, experts in each
 

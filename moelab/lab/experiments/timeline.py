@@ -146,7 +146,7 @@ def measure(
 
 
 def _sample(model, ids, tokens, drop):
-    """The columns of a run."""
+    """Time a run; return its columns."""
     clock, cache, begin = Clock(), make_prompt_cache(model), 0.0
 
     def step(y):

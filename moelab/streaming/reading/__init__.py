@@ -5,6 +5,9 @@ reads many. If slots take nearly all of the memory, reads go past the page cache
 Linux the disk then writes into the slots by itself (``Queue``): no thread reads, no core copies.
 Where that cannot be, threads read through a buffer each.
 
+Another source of experts, as a network store, is a ``Reader`` that reads the same ranges in another
+way (``UploadingReader`` is one), and is chosen in ``Session``.
+
 A layer that waits for experts calls ``Reader.start`` and ``finish``. What is read before a layer
 asks begins with ``start_ahead``; threads read it behind what layers wait for.
 

@@ -95,7 +95,7 @@ class Queue:
             self._system(self._destroy, ctypes.c_ulong(self._context))
 
 
-# Before Linux 6.5 bytes that land in a page after a fork could go to the other process.
+# Before Linux 6.5, reads that end after a fork could write to a page of the other process.
 _queues = weakref.WeakSet()
 os.register_at_fork(before=lambda: [queue.wait() for queue in [*_queues]])
 

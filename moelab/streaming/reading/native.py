@@ -17,11 +17,13 @@ import numpy as np
 from ...kernels import code, team
 from ...kernels.code import I32, I64, Code
 
-# The columns of a table of reads, one row for each call of ``preadv``: the file's descriptor, the
-# first byte in the file, expert and tensor (for messages), the address of the iovecs, how many
-# there are, their bytes together, the address of memory where the range's whole blocks may land (0:
-# there is none), and the number that ``preadv`` returned. An iovec is the address and the length of
-# a piece of memory.
+# The columns of a table of reads, one row for each range:
+#   FD, OFFSET      the file's descriptor, the first byte in the file
+#   EXPERT, TENSOR  for messages
+#   IOV, COUNT      the address and the number of the iovecs: address and length of pieces of memory
+#   NBYTES          the bytes of all pieces
+#   ROOM            the address of memory where the range's whole blocks may land; 0: there is none
+#   GOT             how many bytes came; negative if the read failed or has not ended
 COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
 # This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
 # read the rest of the range into the page cache.
@@ -115,7 +117,7 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
         return None
     try:
         writer = kind()
-        return writer.link(writer.compile())  # not stored: only the sources of kernels/ are watched
+        return writer.link(writer.compile())  # not kept on disk: the key covers only kernels/
     except (OSError, RuntimeError):
         return None
 

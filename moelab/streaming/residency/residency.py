@@ -59,7 +59,8 @@ class Residency:
     """Brings experts into slots, and knows for each layer which are there.
 
     A layer asks for the experts of a call and gets them as they arrive (``bring``). It touches no
-    slot that it was not handed. This class decides who evicts, prefetches and reads ahead.
+    slot that it was not handed. This class decides when experts are read, also ahead;
+    ``SlotTable`` which are evicted.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Residency:
         layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
-        """Wait for reads that the GPU waits for. After a ``ReadError`` its results are wrong."""
+        """Wait for reads that the GPU waits for. If it raises, what the GPU computed is wrong."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()

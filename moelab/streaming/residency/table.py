@@ -1,8 +1,8 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
-A policy that weighs uses by their age is a line of ``EVICTION``; ``StreamConfig.policy`` names the
-one that is used. Another kind of policy is a subclass with its own ``_victims``, as the replay's
-Belady is.
+To add a policy that weighs uses by their age, add a line to ``EVICTION``; ``StreamConfig.policy``
+says which one slots use. The replay tries other kinds as subclasses with their own ``_victims``
+(Belady), which slots cannot use.
 """
 
 from collections import defaultdict
