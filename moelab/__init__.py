@@ -27,7 +27,9 @@ if (
 from importlib import import_module
 from pathlib import Path
 
-from . import interrupts, open_files  # noqa: F401 (before mlx-lm is imported anywhere)
+from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is imported anywhere)
+
+compiled.keep_own()
 
 __version__ = "0.2.0"
 

@@ -236,3 +236,27 @@ def test_what_a_mac_is_asked(library, tmp_path):
         "stop": ["proc_pidinfo PROC_PIDTHREADID64INFO"],
         "end": [],
     }
+
+
+COMPILES = """
+import os
+uid = os.getuid()
+os.getuid = lambda: uid + int(os.environ["OTHER"])
+import moelab
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+mx.eval(mx.compile(lambda x: x * mx.exp(x) + 1)(mx.ones(9)))
+print(os.environ["TMPDIR"])
+"""
+
+
+@pytest.mark.parametrize("other", (0, 1))
+def test_mlx_compiles_in_a_folder_of_ones_own(other, tmp_path):
+    (tmp_path / "mlx").mkdir()
+    env = os.environ | {"TMPDIR": str(tmp_path), "HOME": str(tmp_path), "OTHER": str(other)}
+    ran = subprocess.run([sys.executable, "-c", COMPILES], env=env, text=True, capture_output=True)
+    own = tmp_path / ".cache" / "moelab" / "tmp"
+    assert ran.stdout.split() == [str(own if other else tmp_path)], ran.stderr
+    assert not other or (
+        not any((tmp_path / "mlx").iterdir()) and own.stat().st_mode & 0o777 == 0o700
+    )
