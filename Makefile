@@ -25,7 +25,7 @@ run: $(READY)
 records: $(READY)
 	$(BIN)/python data/recipes/records.py $(PART)
 
-# The README's block of numbers, and the page of claims.
+# The README's blocks of numbers, and the page of claims.
 numbers: $(READY)
 	$(BIN)/python data/recipes/readme.py
 	$(BIN)/python data/recipes/scorecard.py

@@ -62,11 +62,6 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
     return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS))
 
 
-def swap_risk(ram_nbytes: float, filled_nbytes: float) -> float:
-    """How probably a Mac swaps that is filled so far."""
-    return 1 - _log_need(ram_nbytes).cdf(log(max(1.0, ram_nbytes - filled_nbytes)))
-
-
 def gpu_limit(ram_nbytes: float) -> float:
     """The bytes of a Mac's memory that macOS, by its version, lets the GPU have at the least."""
     return ram_nbytes * (2 / 3 if ram_nbytes < 37 << 30 else 3 / 4)

@@ -145,7 +145,7 @@ def room_of(module):
     return max((r for r in FLOORS if f"{name}.".startswith(f"{r}.") or not r), key=len)
 
 
-def imports(path, module, modules):
+def imports(path, modules):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             inside = [] if node.level == 0 else path.relative_to(HERE).parts[: -node.level]
@@ -162,7 +162,7 @@ def test_imports_go_down():
         for p in HERE.glob("moelab/**/*.py")
         if ".ipynb_checkpoints" not in p.parts  # which JupyterLab makes
     }
-    graph = {m: {i for i in imports(p, m, paths) if i in paths} - {m} for m, p in paths.items()}
+    graph = {m: {i for i in imports(p, paths) if i in paths} - {m} for m, p in paths.items()}
     TopologicalSorter(graph).prepare()  # or it names the circle
     for module, found in graph.items():
         for room in {room_of(imported) for imported in found} - {room_of(module), ""}:

@@ -19,7 +19,7 @@ from moelab.lab import claims, records
 from moelab.replay import locality
 
 EXTRAS = (
-    *("starlette", "uvicorn"),
+    *("starlette", "uvicorn", "llguidance"),
     *("IPython", "anywidget", "ipywidgets", "jupyter_core", "jupyterlab"),
     *("nbconvert", "nbformat", "pandas", "plotly"),
 )

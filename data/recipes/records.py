@@ -35,8 +35,8 @@ CHECKPOINTS = {
     "q35_full": "synthesize --like qwen3.5-35b-a3b --vocab 248320 --routing {code}",
     "q35_routed_packed": "repack {q35_routed}",
 }
-SETTINGS = ("shape", "what", "where", "side", "dtype", "model", "misses")  # of several rows a round
-MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits", "waited")  # compared columns end like this
+SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # of several rows a round
+MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits")  # compared columns end like this
 
 
 class Places(dict):

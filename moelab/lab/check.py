@@ -222,7 +222,7 @@ def check(model: str | Path | None = None, file: str | Path | None = None) -> bo
         found.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))
     if file is not None:
         records.write(file, running.record(rows, findings=found))
-        print(f"Send {file}: {FORM}")
+        print(f"Send {file}: {FORM} (OWNER: as in the address of moelab's page)")
     return all(one["ok"] for one in found)
 
 

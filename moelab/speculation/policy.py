@@ -51,7 +51,7 @@ class Policy:
     def __init__(self, max_draft_tokens: int = MAX_DRAFTS, risk: float = 0.015, horizon: int = 128):
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
-        self.max_draft_tokens, self.risk, self.horizon = max_draft_tokens, risk, horizon
+        self.risk, self.horizon = risk, horizon
         # Blocks of 2, 4, 8, 16: few different ones, as a device may compile its kernels for each.
         powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
         self._numbers = sorted({*powers, max_draft_tokens})

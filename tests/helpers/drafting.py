@@ -1,6 +1,5 @@
 """Drafts that need no model, and texts to compare."""
 
-import os
 from functools import cache as once
 
 import mlx.core as mx
@@ -11,7 +10,6 @@ import moelab
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation.generate import speculative_generate_step
 
-FAST = os.environ.get("MOELAB_FAST") == "1"
 MODELS = moelab.DATA / "models"
 
 

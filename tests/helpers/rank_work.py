@@ -42,22 +42,14 @@ def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) ->
 
 def spy(layer, read):
     """Note the experts that a layer reads."""
-    bank_of = layer._take_bank
+    bank = layer.slots.bank if hasattr(layer, "slots") else layer._bank
+    reads = bank.reads
 
-    def watched(bank):
-        reads = bank.reads
+    def noted(slots):
+        read[[*slots]] = True
+        return reads(slots)
 
-        def noted(slots):
-            read[[*slots]] = True
-            return reads(slots)
-
-        bank.reads = noted
-        return bank
-
-    bank = layer.slots.bank if hasattr(layer, "slots") else getattr(layer, "_bank", None)
-    if bank is not None:
-        watched(bank)
-    layer._take_bank = lambda *args: watched(bank_of(*args))
+    bank.reads = noted
 
 
 def goes_wrong(how, session):

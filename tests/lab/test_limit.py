@@ -102,7 +102,7 @@ def test_bench_under_a_limit_says_what_was_killed(limits):
 TINY = DATA / "models/tiny-moe"
 
 
-def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys, tmp_path):
+def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
     """The slots that the commands take, with the reason, and what repack gains; or why none fit."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
     check.check(TINY)

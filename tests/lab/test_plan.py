@@ -1,6 +1,7 @@
 """``python -m moelab plan`` by name: before a model is downloaded, on this or another machine."""
 
 import sys
+from math import log
 from types import SimpleNamespace
 
 import published as recipe
@@ -94,7 +95,8 @@ def test_what_is_left_of_a_macs_memory_grows_less_than_the_memory():
     assert 0.6 * large.ram_nbytes < large.most.some < memory.gpu_limit(large.ram_nbytes)
     for mac in (small, large):
         most = memory.most_for_a_model(mac.ram_nbytes, is_mac=True)
-        risks = [memory.swap_risk(mac.ram_nbytes, nbytes) for nbytes in most]
+        need = memory._log_need(mac.ram_nbytes)
+        risks = [1 - need.cdf(log(mac.ram_nbytes - nbytes)) for nbytes in most]
         assert risks == pytest.approx(memory.RISKS)
         assert mac.most == tuple(sorted(mac.most)) and not mac.swaps(mac.most.some)
         assert mac.swaps(1.01 * mac.most.least)

@@ -14,9 +14,9 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from common import needs_kernels
+from common import FAST, needs_kernels
 from draft_files import D, L, V, b, target, write_draft
-from drafting import FAST, MODELS, plain, steps, texts, trained
+from drafting import MODELS, plain, steps, texts, trained
 from families import build
 from faults import at_every_line
 from mlx.utils import tree_flatten

@@ -5,7 +5,8 @@ import copy
 import mlx.core as mx
 import mlx_lm
 import pytest
-from drafting import FAST, PROMPT, Guess, plain, repeat, steps, told
+from common import FAST
+from drafting import PROMPT, Guess, plain, repeat, steps, told
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler

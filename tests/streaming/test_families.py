@@ -11,6 +11,7 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import STREAMED
 from families import EVERY_VARIANT, VOCAB, E, K
 from faults import read_in_threads
 from mlx_lm import utils as mlx_lm_utils
@@ -20,7 +21,6 @@ import moelab
 from moelab.streaming.model import load_model
 from moelab.streaming.residency import layer
 
-STREAMED = ("serial", "buffers", "stacked", "fused")
 SLOTS = K + 1
 PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
 # 80 indices: mlx-lm sorts tokens by expert from 64 on.

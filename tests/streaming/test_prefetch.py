@@ -184,7 +184,7 @@ def test_reserved_slots(data, slots, policy):
 
 
 @needs_kernels
-def test_a_router_asked_early_in_a_pass_of_several_tokens(want):
+def test_a_router_asked_early_in_a_pass_of_several_tokens():
     """A verify pass asks for all its tokens; the logits are those of the same pass without."""
     tokens = mx.array([[*PROMPT, 7, 11, 13]])
     found = []

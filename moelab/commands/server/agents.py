@@ -110,7 +110,7 @@ class ItemsRequest(ChatRequest):
                 said, gap = messages[-1].get(name), more[:0] if role == "assistant" else "\n\n"
                 messages[-1][name] = said + gap + more if said else more
         self.messages = messages
-        self.response_format = self.text.get("format")
+        self.response_format = self.text.get("format") or self.response_format
         self.reasoning_effort = self.text.get("effort") or self.reasoning_effort
         return super().read(served)
 
@@ -146,7 +146,7 @@ class _Response:
         self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
         self._answer = {"id": f"resp-{asked.id}", "object": "response", "status": "in_progress"}
         self._answer |= {"created_at": asked.created, "model": asked.served.name, "output": []}
-        self._answer |= {"tools": [], "tool_choice": "auto"}
+        self._answer |= {"tools": [], "tool_choice": asked.body.get("tool_choice") or "auto"}
         self._answer |= {"parallel_tool_calls": asked.request.parallel_tool_calls}
 
     def whole(self, parts: list[Part]) -> Body:

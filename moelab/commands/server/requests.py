@@ -189,13 +189,8 @@ class Request(BaseModel):
         most = served.positions if length is None else length
         drafted = args.num_draft_tokens if drafted is None else drafted
         given = {"sampling": sampling, "penalties": penalties, "form": form, "echo": echo}
-        given["stops"] = self.stop
-        given |= {
-            "form": form,
-            "logprobs": scores,
-            "num_draft_tokens": drafted,
-            "is_open": length is None,
-        }
+        given |= {"stops": self.stop, "logprobs": scores, "num_draft_tokens": drafted}
+        given["is_open"] = length is None
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]
         each = [(ids, min(most, served.positions - len(ids)), cuts) for ids, cuts in prompts]
         return [Ask(ids, n, seed=s, cuts=cuts, **given) for ids, n, cuts in each for s in seeds]

@@ -43,8 +43,8 @@ moelab runs Mixture-of-Experts language models that are larger than memory, with
 the SSD; these notebooks measure what decides how fast.
 
 Begin with 00, which explains the words. Then take any question: 01 to 05 are about streaming
-experts, 06 to 08 about drafts, 09 and 10 about other programs and claims, 11 about several
-machines, 12 about yours: what runs there, and how fast."""
+experts, 06 to 08 about drafts, 09 about other programs, 10 about what an operation costs, 11 about
+several machines, 12 about yours: what runs there, and how fast."""
 FIGURES = """A figure names its machine under its title: *here* is the computer that ran the
 notebooks, *recorded* the one of an earlier run, some with an H100 GPU. On a phone, tables and code
 scroll sideways."""
