@@ -33,7 +33,7 @@ say = partial(print, end="", flush=True)  # a line at once: two threads print
 
 def run(part: str, with_slow: bool, started: list[subprocess.Popen]) -> tuple[Counter, str]:
     """How many tests of a part passed, failed and were skipped, and lines on those that failed."""
-    words = [sys.executable, "-m", "pytest", *PARTS[part]]
+    words = [sys.executable, "-m", "pytest", "--durations=20", *PARTS[part]]
     words += [] if with_slow else ["-m", "not slow"]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     if part == "notebooks" or not with_slow:
