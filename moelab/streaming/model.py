@@ -1,7 +1,7 @@
 """``load`` makes an mlx-lm model whose experts stay on disk.
 
-``StreamedExperts`` layers, which share one ``Session``, take the places of the experts' modules.
-Then the weights that the model still has are read: the backbone, or in mode ``resident`` all.
+``load`` replaces the experts' modules by ``StreamedExperts`` layers, which share one ``Session``.
+Then it reads the remaining weights: the backbone, or in mode ``resident`` all weights.
 """
 
 import os
@@ -53,10 +53,10 @@ from .session import Session, recurrent_states, session_of, stats
 
 
 class LoadedModel:
-    """Mixed into the class of a model that ``load`` returns: it counts calls, one thread at a time.
+    """Mixin of a loaded model's class: it counts calls and runs one thread's call at a time.
 
     Hold ``lock`` to keep other threads out for longer than a call. A call refuses token ids beyond
-    the vocabulary: MLX would end the process. It does not check a single id in uint32.
+    the vocabulary, because MLX would end the process. A single id in uint32 is not checked.
     """
 
     @property
@@ -64,12 +64,12 @@ class LoadedModel:
         return self._session.lock
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
-        # A single id in uint32 comes from a sampler: checking it would wait for the last token.
+        # A single uint32 id comes from a sampler: a check would wait until the id is computed.
         if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
             check_tokens(inputs, self)
         with self._session.call():
             cache, outs = kwargs.get("cache"), []
-            # With too few entries mlx-lm would leave out layers.
+            # With too few cache entries mlx-lm would skip layers.
             if cache is not None and len(cache) != self._num_caches:
                 raise ValueError(
                     f"cache: expected {self._num_caches} entries, as make_prompt_cache(model) "
@@ -83,13 +83,13 @@ class LoadedModel:
                 last, inputs = not more, inputs[..., part.shape[-1] :]
                 self._session.begin(part, cache)
                 waits = self._session.config.lazy_logits and part.shape[-1] > FEW_TOKENS
-                # Nobody may want the logits of earlier parts.
+                # The logits of all parts but the last may never be used.
                 with _lazy(self._heads) if waits or not last else nullcontext():
                     outs.append(super().__call__(part, *args, **kwargs))
                 if not last:
                     mx.eval([c.state for c in cache])
-                    return_free_memory()  # else each part would leave a little more in the heap
-            # The next token's call may come from another thread, which could not schedule these.
+                    return_free_memory()  # else the heap would grow a little with each part
+            # Another thread may compute the next token, and could not schedule these lazy arrays.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
@@ -99,10 +99,10 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """The matrices that give the logits, where the fast kernels compute them at once."""
+        """Return the logits' matrices that the fast kernels compute eagerly, as they are called."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
-        # In a layer's path is its number; some of its matrices may have as many rows.
+        # Matrices of layers, which may have as many rows, have a number in their path.
         outside = [m for name, m in named if not any(map(str.isdigit, name.split(".")))]
         fast = [m for m in outside if hasattr(m, "takes") and "weight" in m]
         return [m for m in fast if m["weight"].ndim == 2 and len(m["weight"]) in words]
@@ -115,7 +115,7 @@ class LoadedModel:
 
 
 def _refused(done):
-    """Make a method that raises: a streamed model cannot be ``done`` (saved, for example)."""
+    """Return a method that raises, as a streamed model cannot be ``done`` (for example saved)."""
 
     def refuse(self, *args, **kwargs):
         raise ValueError(
@@ -127,13 +127,13 @@ def _refused(done):
 
 
 class StreamedModel(LoadedModel):
-    """A loaded model with its experts on disk; it refuses calls that need all of them in memory."""
+    """A loaded model with its experts on disk. It refuses calls that need all experts in memory."""
 
     save_weights = _refused("saved")
     shard = _refused("divided over machines")
-    # Gradients and optimizers ask for these. ``parameters`` still gives all arrays in memory.
+    # Gradients and optimizers call this. ``parameters`` still returns all arrays in memory.
     trainable_parameters = _refused("trained")
-    # mlx-lm calls this only to save, quantize or count.
+    # mlx-lm calls this only to save, quantize or count parameters.
     leaf_modules = _refused("saved, quantized or counted")
 
     def train(self, mode: bool = True) -> nn.Module:
@@ -144,7 +144,7 @@ class StreamedModel(LoadedModel):
         return super().update(parameters, strict)
 
     def refuse_experts(self, names: Iterable[str]) -> None:
-        """Raise if one of these parameters is a streamed expert's."""
+        """Raise if one of the parameters ``names`` belongs to a streamed expert."""
         streamed = tuple(layer.path + "." for layer in self._session.layers)
         name = next((n for n in names if n.startswith(streamed)), None)
         if name is not None:
@@ -175,8 +175,8 @@ def load(
     Model and tokenizer can be used like those of ``mlx_lm.load``, in any thread. Threads that
     call the model at the same time take turns, call by call.
 
-    With a group, each rank reads its own part of a layer's experts and computes the rest of the
-    model itself. All ranks must call the model with the same tokens in the same order.
+    With a group, each rank reads its own share of each layer's experts, and every rank computes the
+    rest of the model. All ranks must call the model with the same tokens in the same order.
 
     Args:
         path_or_hf_repo (str or Path): A model folder or a Hub repository.
@@ -188,10 +188,10 @@ def load(
         lazy (bool): Must be False: the backbone is read while loading.
         group (mx.distributed.Group or None): The ranks that divide the experts, from
             ``mx.distributed.init()``. Default: none, this process holds all experts.
-        draft (Draft or None): What will guess the model's tokens: ``slots="auto"`` leaves room for
-            its caches, and for the states of the passes that judge its guesses.
-        texts (int): How many texts are decoded at once: ``slots="auto"`` leaves room for the caches
-            of all, of ``StreamConfig.context`` tokens each.
+        draft (Draft or None): What will guess tokens. ``slots="auto"`` leaves memory for the
+            draft's caches, and for the recurrent states that verify passes keep.
+        texts (int): How many texts are decoded together. ``slots="auto"`` leaves memory for the
+            caches of each text, of ``StreamConfig.context`` tokens.
 
     Returns:
         tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer, with ``return_config``
@@ -228,7 +228,7 @@ def load(
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None, download: bool = True) -> Path:
-    """Find the folder of a model, which a Hub repository is downloaded to if it is not here yet."""
+    """Return a model's folder. A Hub repository that is not on this machine is downloaded first."""
     path, name = Path(path_or_hf_repo), str(path_or_hf_repo)
     what = f"{name}: expected a model folder or a Hub repository, OWNER/NAME,"
     if path.is_dir():
@@ -256,23 +256,23 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, download: boo
 def tokenizer_of(
     path: Path, tokenizer_config: dict | None = None, eos_token_ids: int | list[int] | None = None
 ) -> TokenizerWrapper:
-    """Load the tokenizer of a model folder, and check that it makes tokens of a text."""
+    """Load the tokenizer of a model folder, and check that it turns a text into tokens."""
     if (path / "tokenizer.json").exists():
-        read_json(path / "tokenizer.json")  # checked and not kept, as a vocabulary is large
+        read_json(path / "tokenizer.json")  # checks the JSON; the large vocabulary is not kept
     config = path / "tokenizer_config.json"
     config = read_json(config) if config.exists() else {}
     newer = (path / "chat_template.jinja").exists() or config.get("chat_template")
-    older = path / "chat_template.json"  # transformers takes it for models of images only
+    older = path / "chat_template.json"  # transformers reads it for image models only
     if older.exists() and not newer:
         template = {"chat_template": read_json(older, {"chat_template": str})["chat_template"]}
         tokenizer_config = template | (tokenizer_config or {})
     try:
-        # mlx-lm's loader, with one detokenizer in place of those that it chooses from.
+        # This is mlx-lm's loader with ``Detokenizer`` in place of its own detokenizers.
         read = with_globals(tokenizer_utils.load, {"TokenizerWrapper": _wrapped})
         read = with_globals(mlx_lm_utils.load_tokenizer, {"_load_tokenizer": read})
         tokenizer = read(path, tokenizer_config, eos_token_ids=eos_token_ids)
         tokenizer.decode(ids := tokenizer.encode("a"))
-        if not set(ids).difference(tokenizer.all_special_ids):  # its vocabulary is empty
+        if not set(ids).difference(tokenizer.all_special_ids):  # the vocabulary is empty
             raise ValueError("expected tokens of 'a', got none: tokenizer.json may be missing")
         return tokenizer
     except (KeyboardInterrupt, SystemExit):
@@ -285,7 +285,7 @@ def tokenizer_of(
 
 
 def _wrapped(tokenizer, _, **more):
-    """mlx-lm's wrapper of a tokenizer, with ``Detokenizer``."""
+    """Wrap a tokenizer as mlx-lm does, but with ``Detokenizer``."""
     return TokenizerWrapper(tokenizer, Detokenizer, **more)
 
 
@@ -296,7 +296,7 @@ def load_model(
     model_config: dict | None = None,
     group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
-    """``load`` a folder's model and its configuration, without the tokenizer."""
+    """Load a folder's model as ``load`` does; return it and its configuration, no tokenizer."""
     with Ranks.loading(group) as ranks, held():
         return _load_model(path, config, model_config, False, ranks)
 
@@ -314,10 +314,10 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
     chosen = None
     if config.asks_for_slots:
         chosen = plan_of(facts, config, ranks, draft=draft, texts=texts)
-        if ranks:  # each rank has its own slots, but a prompt's parts must be the same
+        if ranks:  # ranks may differ in slots, but must divide a prompt alike
             chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
         config, facts = chosen.config, chosen.facts
-    # The experts' modules compute with the kernels, too: each slot bank has a copy of one.
+    # Experts' modules get the kernels, too: a slot bank computes with a copy of its module.
     fast = config.kernels == "fast"
     found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else {}
     modules = dict(model.named_modules())
@@ -342,19 +342,19 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
     model._session, cls = session, type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
     model.__class__ = type(cls.__name__, (mixin, cls), {})
-    stats(model, reset=True)  # the reads of ``hold`` are not part of decoding
+    stats(model, reset=True)  # the reads of ``host.hold`` belong to loading
     return model, model_config
 
 
 def _stream(model, experts, session):
-    """Put streamed layers in the place of the experts."""
+    """Replace the experts' modules by streamed layers, with their slots and prefetcher."""
     config = session.config
     layer = LAYERS[config.mode]
     streamed = [(path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)]
     model.update_modules(tree_unflatten(streamed))
-    # These are weak: the layers refer to the session, and a model without cycles is freed at once.
+    # Weak references, as layers refer to the session: a cycle would delay a deleted model's end.
     session.layers = [weakref.proxy(module) for _, module in streamed]
-    if can_empty():  # MLX takes a GPU's memory, and the host must not touch it
+    if can_empty():  # on a GPU, MLX allocates the slots and the host must not touch them
         _populate(session.residency.layers)
     blocks = [weakref.proxy(block) for block in moe_blocks(model)]
     if config.prefetch in PREFETCHERS:
@@ -369,7 +369,7 @@ def _stream(model, experts, session):
 
 
 def _populate(layers):
-    """Take the slots' memory, in huge pages as long as these come fast."""
+    """Take the slots' memory from the system, in huge pages as long as these come fast."""
     huge = True
 
     def take(layer):
@@ -381,7 +381,7 @@ def _populate(layers):
 
 
 def _evaluate(model):
-    """Evaluate all arrays: MLX cannot compute in another thread what this one leaves lazy."""
+    """Evaluate all arrays, since another thread cannot compute what this thread leaves lazy."""
     mx.eval([list(module.values()) for module in model.modules()])
 
 
@@ -398,13 +398,13 @@ def _load_adapters(model, path):
     what = f"{path}: expected adapters of this model, mlx-lm cannot load them:"
     with readable(what, "Train them again with mlx_lm.lora, or leave them out."):
         if given and not isinstance(given.get("scale", 1), (int, float)):
-            raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm uses it in a call only
+            raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm would fail in a call only
         mlx_lm_utils.load_adapters(model, path)
         _evaluate(model.eval())
 
 
 def close(model: nn.Module) -> None:
-    """End the threads that read for the model and close its files. Do not call it afterwards.
+    """End the model's reading threads and close its files. Do not call the model afterwards.
 
     Args:
         model (nn.Module): From ``load``.
@@ -417,7 +417,7 @@ def close(model: nn.Module) -> None:
 
 
 def _read_experts(modules, facts, checkpoint, config):
-    """Read the experts' parameters that stay in memory; return those that slots have copies of."""
+    """Read the experts' parameters that stay in memory, and return those that slots copy."""
     if facts.scattered:
         raise CheckpointError(
             f"{checkpoint.path}: {facts.scattered[0]}: the bytes of an expert are not contiguous "
@@ -431,7 +431,7 @@ def _read_experts(modules, facts, checkpoint, config):
         owner, param = name.rsplit(".", 1)
         p = modules[owner][param]
         if name in facts.located:
-            # Shape and type are needed from here on, and the array would keep its file open.
+            # From here on only shape and type are needed; the lazy array would keep a file open.
             p = mx.broadcast_to(mx.zeros((), p.dtype), p.shape)
         elif name in checkpoint.packed:
             p = read_experts(checkpoint.packed[name]).astype(p.dtype)
@@ -439,7 +439,7 @@ def _read_experts(modules, facts, checkpoint, config):
         modules[owner][param] = p
         if name not in facts.located:
             resident[name] = p
-    if config.mode == "resident":  # MLX reads the model at once, which takes less time
+    if config.mode == "resident":  # MLX reads all weights together, which takes less time
         return {}
     mx.eval(resident)
     return resident
@@ -447,14 +447,14 @@ def _read_experts(modules, facts, checkpoint, config):
 
 @contextmanager
 def _lazy(heads):
-    """Have MLX compute these matrices inside the block: only if the result is used."""
+    """Let MLX compute these matrices inside the block: lazily, only if the result is used."""
 
     def takes(x):
-        mx.eval(x)  # else all arrays before the logits would be kept until these are used
+        mx.eval(x)  # else the lazy logits would keep all arrays before them in memory
         return False
 
     for head in heads:
-        head.takes = takes  # it hides the class's method
+        head.takes = takes  # this attribute hides the class's method
     try:
         yield
     finally:

@@ -34,21 +34,21 @@ from ..reading.native import (
 )
 from ..reading.ranges import Ranges
 
-# An expert is no ``Record`` if the room for whole blocks takes more than this share of its bytes.
+# A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
 ROOM_SHARE = 1 / 16
-MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python does not name it
-# Seconds a byte. Huge pages took 0.2 s a GB, and 1 to 4 where Linux had to move others for them, or
-# a virtual machine's host had taken the memory back. Small ones took 0.4 to 1.8 (some ten runs on a
-# busy virtual machine with two cores).
+MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
+# Seconds a byte. Huge pages took 0.2 s a GB. They took 1 to 4 s where Linux had to move other pages
+# for them, or where a virtual machine's host had taken the memory back. Small pages took 0.4 to
+# 1.8 s a GB (some ten runs on a busy virtual machine with two cores).
 HUGE_S = 0.6e-9
 
 
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    On a Linux CPU a slot is a ``Record``, into which reads past the page cache land. Elsewhere, or
-    where an expert does not fit in one, each projection's parameter has an array of its own.
-    ``resident`` parameters stay in memory for all E experts; a slot gets a copy of its expert's.
+    On a Linux CPU a slot is a ``Record``, into which the disk writes past the page cache.
+    Elsewhere, or if ``Record.of`` finds no layout, each projection's parameter has its own array.
+    ``resident`` parameters stay in memory for all E experts; a slot copies its expert's row.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SlotBank:
         buffers = {key: _Buffer.of_zeros(num_slots, n, key[-1]) for key, n in sizes.items()}
         if record is not None:
             buffers[record] = _Buffer.for_huge_pages(num_slots, record.nbytes)
-        self.experts = _module(module, whole, buffers, fuse)  # S experts; call it with slots
+        self.experts = _module(module, whole, buffers, fuse)  # of S experts; slots are its indices
         rows = {
             n: buffers[key].bits(parameters[n].dtype)[:, first:last]
             for n, (key, first, last) in parts.items()
@@ -85,14 +85,14 @@ class SlotBank:
             if (to := parameters[n].dtype) == t.dtype:
                 continue
             size, bits = rows[n].shape[1], f"u{t.dtype.size}"
-            if t.dtype.size < to.size:  # read into the end of the memory that the result will fill
+            if t.dtype.size < to.size:  # read into the end of the memory of the wider result
                 as_read[n] = rows[n].view(bits)[:, -size:]
             else:
                 as_read[n] = np.empty((num_slots, size), bits)
             self._converted.append((rows[n], as_read[n], t.dtype, to))
         self._buffers = list(buffers.values())
         self._empty = set()
-        self.as_read = not (self._memory or self._converted)  # then ``arrived`` has nothing to do
+        self.as_read = not (self._memory or self._converted)  # if so, ``arrived`` does nothing
         # Parameters that are converted are read into the host's memory, so no GPU copies them.
         self._may_copy = not self._converted
         self.expert_nbytes = sum(b.rows.shape[1] for b in self._buffers)
@@ -110,7 +110,7 @@ class SlotBank:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the slots that have memory: not emptied, or written since."""
+        """The bytes of the slots that have memory: never emptied, or filled again since."""
         return (self.num_slots - len(self._empty)) * self.expert_nbytes
 
     @property
@@ -119,12 +119,12 @@ class SlotBank:
         return len(self._firsts)
 
     def reads(self, slots: dict[int, int]) -> Ranges:
-        """The reads that bring experts into slots; call ``arrived`` for each once they ended."""
+        """The reads that bring experts into slots; afterwards call ``arrived`` for each expert."""
         self._empty.difference_update(slots.values())
         return self._ranges([*slots], [*slots.values()])
 
     def places(self, experts: Sequence[int]) -> Ranges:
-        """Where the bytes of experts lie, one expert after the other; reads would fill slot 0."""
+        """Where the bytes of experts lie in the files, in order; all would be read into slot 0."""
         return self._ranges(experts, [0] * len(experts))
 
     def _ranges(self, experts, slots):
@@ -132,7 +132,7 @@ class SlotBank:
         table[..., : EXPERT + 1] = self._places.take(experts, 0)
         table = table.reshape(-1, len(COLUMNS))
         made = Ranges(table, self._files, self._names, self._may_copy, self._align, kept=self)
-        made.nbytes = len(slots) * self.disk_nbytes  # adding them up takes longer
+        made.nbytes = len(slots) * self.disk_nbytes  # a sum over the table takes longer
         return made
 
     @cached_property
@@ -154,7 +154,7 @@ class SlotBank:
     def populate(self, huge: bool) -> bool:
         """Take the slots' memory from the system now; else a prompt's reads would wait for it.
 
-        Returns whether it came in huge pages, and as fast as those should.
+        Returns whether huge pages were asked for and came as fast as they should (``HUGE_S``).
         """
         begin, nbytes = perf_counter(), 0
         for buffer in self._buffers:
@@ -174,7 +174,7 @@ class SlotBank:
 def slot_nbytes(
     path: str, parameters: dict[str, mx.array], located: dict[str, ExpertTensor]
 ) -> int:
-    """The bytes of a slot for experts with these parameters ``[E, ...]``, some ``located``."""
+    """The bytes of a slot for ``parameters`` ``[E, ...]``, of which the ``located`` are read."""
     tensors = {n: located[f"{path}.{n}"] for n in parameters if f"{path}.{n}" in located}
     record = Record.of(tensors, parameters) if tensors else None
     alone = [p[0].nbytes for n, p in parameters.items() if record is None or n not in tensors]
@@ -190,10 +190,10 @@ def can_empty() -> bool:
 class Record:
     """The layout of a slot into which the disk writes whole blocks, past the page cache.
 
-    In a repacked file an expert is one range, in a published one each parameter is a range. A slot
-    has room for all blocks of the disk that a range touches. If the range begins equally far from
-    its block's begin for all experts, its bytes stay where they land. Else they are moved to the
-    first byte of the room.
+    In a repacked file an expert is one range; in a published file each parameter is a range. A
+    range's room in the slot holds all disk blocks that the range touches. If the range begins at
+    the same byte of its block for all experts, and this suits its types, the bytes stay where they
+    land. Else they are moved to the first byte of the room.
     """
 
     nbytes: int  # of a slot
@@ -206,7 +206,7 @@ class Record:
     def of(
         cls, tensors: dict[str, ExpertTensor], parameters: dict[str, mx.array]
     ) -> "Record | None":
-        """The record of the parameters ``tensors``; None if reads cannot land in one here."""
+        """The record of the parameters ``tensors``; None if they can have no record here."""
         files = {str(file) for t in tensors.values() for file in t.files[:1]}
         align = min(map(alignment, files), default=0) and max(map(alignment, files))
         if not can_empty() or any(t.dtype != parameters[n].dtype for n, t in tensors.items()):
@@ -227,14 +227,14 @@ class Record:
             places |= zip(names, firsts.tolist())
             rooms.append(at)
             at += -(-(max(before) + sum(nbytes)) // align) * align
-        # Room for blocks is much beside a small expert.
+        # Beside a small expert, the rest of its blocks is too much memory.
         sizes = {n: t.nbytes for n, t in tensors.items()}
         small = at > sum(sizes.values()) * (1 + ROOM_SHARE)
         return None if small else cls(at, align, rooms, places, sizes)
 
     @property
     def has_gate_beside_up(self) -> bool:
-        """Whether up's parameters follow gate's, so that one matrix can have both."""
+        """Whether each of up's parameters follows gate's, so that one matrix can hold both."""
         gate, up = (
             {n.rsplit(".", 1)[1]: n for n in self.places if n.startswith(linear)}
             for linear in GATE_UP
@@ -256,11 +256,11 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
 
 
 def _tables(groups):
-    """The tables ``[S, ranges, COLUMNS]`` that read experts into slots, and their iovecs.
+    """Return each part's place, the tables ``[S, ranges, COLUMNS]`` of the reads, and their iovecs.
 
-    ``groups`` lists for each range the parts ``[S, n]`` of memory that it fills. Also returns where
-    each part of an expert goes, if its ranges lie one behind the other: its first byte among these,
-    its address in slot 0, the distance from there to its address in slot 1, and its length.
+    ``groups`` lists for each range the parts ``[S, n]`` of memory that it fills. A part's place is
+    four numbers: its first byte among an expert's ranges, laid end to end; its address in slot 0;
+    the distance from slot to slot; and its bytes.
     """
     into, firsts, at = [], [], 0
     for rows in groups:
@@ -284,12 +284,12 @@ def _tables(groups):
 
 
 def _parts(parameters, fuse, record):
-    """Which part of which flat buffer ``[S, n]`` each parameter ``[E, ...]`` is.
+    """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
-    All parameters of a record are in one buffer. Outside of it each has a buffer of its own, which
-    gate and up share with ``fuse``. Returns three dictionaries: the number of elements of each
-    buffer outside; each parameter's buffer, first element and end; and for each parameter of the
-    module its buffer, first element, shape and type.
+    A record's parameters share one buffer. Each other parameter has its own buffer; with ``fuse``
+    gate and up share one. Returns three dictionaries: the elements of each buffer outside the
+    record; each parameter's buffer, first element and end; and for each parameter of the module its
+    buffer, first element, shape and type.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
@@ -309,7 +309,7 @@ def _parts(parameters, fuse, record):
 
 
 def _module(module, whole, buffers, fuse):
-    """A copy of the layer's module with parameters in ``buffers``; ``fuse`` joins gate and up."""
+    """Copy a layer's module with its parameters in ``buffers``; ``fuse`` joins gate and up."""
     linears = {}
     for (linear, param), (key, *part) in whole.items():
         if linear not in linears:
@@ -338,13 +338,13 @@ class _Buffer:
 
     @classmethod
     def of_zeros(cls, num_rows: int, size: int, dtype: mx.Dtype) -> "_Buffer":
-        """Rows of so many elements, with room behind them for MLX's CUDA kernel."""
+        """Make rows of ``size`` zeros, with padding behind them for MLX's CUDA kernel."""
         elements = num_rows * size + PADDING_NBYTES // dtype.size
         return cls(mx.zeros(elements, _UNSIGNED[dtype.size]), 0, num_rows, size * dtype.size)
 
     @classmethod
     def for_huge_pages(cls, num_rows: int, nbytes: int) -> "_Buffer":
-        """Rows that nobody has touched: ``mx.zeros`` would fill them, in small pages."""
+        """Make rows of untouched memory: ``mx.zeros`` would fill it, in small pages."""
         page = HUGE_NBYTES if num_rows * nbytes >= HUGE_NBYTES else ALIGNED
         shape = -(-(num_rows * nbytes + page) // ALIGNED), ALIGNED
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}
@@ -369,14 +369,14 @@ class _Buffer:
 
 
 class _Unwritten(io.BytesIO):
-    """A file that ends behind its header, and leaves the memory that it is read into as it is."""
+    """A file with a header only: reads behind it succeed and leave their memory untouched."""
 
     def readinto(self, memory):
         return super().readinto(memory) or len(memory)
 
 
 def _advise(rows, pages, advice):
-    """Advise the system about the whole pages of contiguous rows; a failure changes nothing."""
+    """Advise the system about the whole pages of contiguous rows; ignore failures."""
     begin = -(-rows.ctypes.data // pages) * pages
     nbytes = (rows.ctypes.data + rows.nbytes - begin) // pages * pages
     if nbytes > 0:
@@ -394,6 +394,7 @@ _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 
 
 def _convert(rows, bits, dtype, to):
+    """Convert ``bits``, of type ``dtype``, to type ``to`` in ``rows``."""
     if dtype == mx.bfloat16 and to == mx.float32:
         # numpy has no bfloat16, but its bits are the upper half of a float32's.
         np.left_shift(bits, 16, out=rows, dtype=np.uint32)
