@@ -1,9 +1,9 @@
 """The MoE layer: it evaluates its routing, asks for the experts and computes with them.
 
 A layer takes the place of mlx-lm's ``SwitchGLU``: ``x [..., D]`` and ``indices [..., K]`` give
-``[..., K, D]``. ``Stacked`` and ``Fused`` get experts from the residency, in slots, and compute
-with all at once or part by part as they arrive. ``Serial`` and ``Buffers`` hold none for a later
-token, and read through the page cache.
+``[..., K, D]``. ``Stacked`` and ``Fused`` get experts in slots from the residency. They compute
+with all experts together, or with parts as they arrive. ``Serial`` and ``Buffers`` keep no expert
+for a later token, and read through the page cache.
 """
 
 from functools import partial
@@ -23,11 +23,11 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The least and the most rows with which S slots are computed as E experts with ``size`` rows.
+    """The least and most rows with which S slots round as E experts do with ``size`` rows.
 
-    On a GPU rows decide which kernel MLX takes, and so how it rounds. CUDA's gather_qmm takes
-    gather_qmv for fewer than 8 rows, Metal's gather_qmm_rhs for sorted rows if they are 4 for each
-    matrix or more. gather_mm takes another kernel for sorted rows on both.
+    On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
+    gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted rows
+    for each matrix. On both, gather_mm runs another kernel for sorted rows.
     """
     if on_cuda():
         return min(size, 8 if quantized else SORTED_ROWS), size
@@ -38,7 +38,7 @@ def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
 
 
 class StreamedExperts(nn.Module):
-    """The base of the layers that stream, in place of ``module``, whose weights are not read."""
+    """The base of the layers that stream. It replaces ``module``, whose weights are not read."""
 
     def __init__(self, module: nn.Module, path: str, layer: int, session: Session):
         super().__init__()
@@ -46,20 +46,20 @@ class StreamedExperts(nn.Module):
         parameters = expert_parameters(module)
         linears = {name.split(".")[0] for name in parameters}
         for name, child in module.items():
-            if name not in linears:  # a family's code may use its other attributes of the module
+            if name not in linears:  # a family's code may use the module's other attributes
                 self[name] = child
         self.quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self.num_experts = num_experts(module)
-        # With ranks: the rank of each expert, ``[E]``, and whether it is this one.
+        # With ranks: the rank that owns each expert, ``[E]``, and whether this rank does.
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
-        # If set, a call hands the indices to it and computes nothing: a prefetcher asks the router.
-        # It is no hook: the session must remove it after an interrupt at any line.
+        # A prefetcher sets this function to ask the router: a call hands it the indices and
+        # computes nothing. It is no hook: the session must remove it after any interrupt.
         self.probe = None
-        # Takes memory for a number of experts. It does not refer to this layer, as a cycle would
-        # keep the memory of a model that is gone.
+        # This takes memory for a number of experts. It does not refer to this layer, since a cycle
+        # would keep the memory of a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -73,8 +73,8 @@ class StreamedExperts(nn.Module):
 
     def _call(self, x, indices):
         session = self.session
-        # In half precision some families give their experts float32, and MLX computes in it. Slots
-        # of a model in float32 may keep scales in bfloat16, with which MLX would round otherwise.
+        # Some families in half precision give their experts float32, in which MLX then computes.
+        # Slots of a float32 model may keep bfloat16 scales: other activations round differently.
         if x.dtype != session.dtype == mx.float32:
             raise TypeError(
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
@@ -93,7 +93,7 @@ class StreamedExperts(nn.Module):
             pending = [y]
             if session.fast_experts and routed.size > FEW_TOKENS * session.top_k:
                 mx.eval(y)  # the fast kernels computed it already
-                pending = []  # else the prompt's output, which is large, would stay in memory
+                pending = []  # else the prompt's large output would stay in memory
         else:
             y, *pending = self._compute_owned(x, indices, routed, asked)
         session.handover.pending = pending
@@ -106,34 +106,34 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # CUDA may compute the whole call at once, not in parts that ``Parts`` pads.
+            # CUDA may compute these rows as one call, which ``Parts`` would not pad.
             E = self.num_experts
             least = kernel_rows(flat.size, E, E, self.quantized)[0] if on_cuda() else 0
             pairs = np.append(mine, mine[-1:].repeat(max(0, least - len(mine))))
             rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
-            some = indices.reshape(-1)[: len(pairs), None]  # for its shape
+            some = indices.reshape(-1)[: len(pairs), None]  # only the shape matters
             y = self._compute(rows, some, flat[pairs][:, None], asked, flat.size)[: len(mine), 0]
         else:
             self._compute_nothing(asked)
-        row = x.shape[-1], x.dtype  # a rank that computes none cannot know
+        row = x.shape[-1], x.dtype  # a rank that computes no pair cannot know these
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
 
     def _compute_nothing(self, asked):
-        """Do what a call of no expert of this rank has to do."""
+        """Do what remains to do in a call that needs no expert of this rank."""
 
     def _without_waiting(self, x, indices):
-        """Compute a call whose routing the host need not know, else return None."""
+        """Compute a call if the host need not know its routing, else return None."""
 
     def _ask(self, x):
         session = self.session
-        # A prompt needs nearly all experts.
+        # A prompt needs nearly all experts: no guess.
         return session.prefetcher.ask(self.index, x) if session.counting.decoding else []
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keeps S slots, of which one gather for each projection computes a call (SwiftLM PR 90).
+    """Keep S slots; one gather for each projection computes a call (SwiftLM PR 90).
 
-    A call that needs more experts than slots is computed in parts, and reads each at most once.
+    A call with more experts than slots is computed in parts, and reads each expert at most once.
     """
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
@@ -149,7 +149,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         self.session.residency.read(self.index, experts)
 
     def all_matrices(self):
-        """The slots' projections; None if the layer must be called."""
+        """The matrices of all slots; None if only a call of the layer can compute."""
         if self.session.ranks or not self.slots.computes_at_once or self.probe is not None:
             return None
         return self.slots.bank.experts.all_matrices()
@@ -182,7 +182,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
             self.session.residency.prefetch(self.index, *guess)
 
     def _bring(self, x, pairs, asked, computed=()):
-        """Hand over a call's experts as they arrive; what is guessed is read behind their reads."""
+        """Yield a call's experts as they arrive; begin to read guessed experts behind them."""
         session = self.session
         guesses = session.residency.prefetches
         if guesses and self.expects:
@@ -245,7 +245,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
 
 class Fused(Stacked):
-    """``Stacked`` with gate and up as one matrix, if they are alike and lie side by side."""
+    """``Stacked`` with gate and up as one matrix, if both are alike and lie side by side."""
 
     gate_with_up = True
 
@@ -253,7 +253,7 @@ class Fused(Stacked):
 class Parts(Pairs):
     """Pairs that MLX's graph computes in parts; ``computed`` has the results ``[pairs, 1, D]``.
 
-    With ranks they are some of the whole call's ``size`` pairs.
+    With ranks these pairs are some of the whole call's ``size`` pairs.
     """
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
@@ -267,7 +267,7 @@ class Parts(Pairs):
         return kernel_rows(*self._of_all, bank.num_slots, self._quantized)
 
     def add(self, arrived: Arrived) -> list[mx.array]:
-        """Compute the pairs of experts that have arrived, with the kernel of the whole call."""
+        """Compute the pairs of arrived experts, with the kernel that the whole call would take."""
         pairs, slots = self.of(arrived)
         self._order += pairs.tolist()
         (least, most), before = self.rows(arrived.bank), len(self.computed)
@@ -284,14 +284,14 @@ class Parts(Pairs):
         return self.computed[before:]
 
     def result(self) -> mx.array:
-        """``[..., K, D]``, once all have arrived."""
+        """Return ``[..., K, D]``, once all experts have arrived."""
         y = self.computed[0] if len(self.computed) == 1 else mx.concatenate(self.computed)
         y = y.squeeze(-2)[kernels.to_mlx(np.argsort(self._order))]
         return y.reshape(*self.shape, y.shape[-1])
 
 
 class Buffers(StreamedExperts):
-    """Read K experts at a time into K buffers, and again for the next token (SwiftLM PR 26)."""
+    """Read K experts at a time into K buffers, anew for each token (SwiftLM PR 26)."""
 
     one_by_one = False
 
@@ -330,7 +330,7 @@ LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fus
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Path and module of all experts in layer order, in memory or streamed."""
+    """Path and module of each layer's experts, in memory or streamed, in layer order."""
     streamed = [(m.path, m) for m in model.modules() if isinstance(m, StreamedExperts)]
     return sorted(streamed, key=lambda item: item[1].index) or expert_modules(model)
 

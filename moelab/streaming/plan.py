@@ -1,8 +1,8 @@
 """``plan`` decides how many slots fit, and ``footprint`` says what a loaded model will take.
 
-Notebook 03 shows why: a token is fastest with nearly all of the memory in slots and reads past the
-page cache. Few slots are nearly as fast, because the page cache has the rest of the memory. With
-half of the memory in slots, slots and page cache hold the same experts.
+Notebook 03 measured the choice: decoding is fastest with nearly all of the memory in slots and
+reads past the page cache. Few slots are nearly as fast, because the page cache has the rest of the
+memory. With half of the memory in slots, slots and page cache hold the same experts.
 """
 
 from collections.abc import Sequence
@@ -33,30 +33,30 @@ from .handover import FEW_TOKENS
 from .ranks import Ranks
 from .residency.bank import can_empty
 
-# The numbers that were measured are those of the four layers of notebook 03.
+# Measured numbers come from the four layers of notebook 03.
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt
-# (tokenizer, libraries' pages, freed memory that is kept, kernels). It took 88 MB, and 111 where it
-# compiled the kernels in place of loading them.
+# (tokenizer, libraries' pages, freed memory that is kept, kernels). A process took 88 MB, or 111 MB
+# where it compiled the kernels instead of loading them.
 PROCESS_NBYTES = 110_000_000
-# On CUDA the plan's memory is the GPU's, where the process is not. There MLX took 70 to 143 MB
-# beside the planned arrays.
+# On CUDA the plan's memory is the GPU's, which does not hold the process. MLX took 70 to 143 MB of
+# GPU memory beside the planned arrays.
 GPU_NBYTES = 160_000_000
-# A tenth of the machine's memory, at most 4 GB, is left to other programs. Of a cgroup's limit
-# nothing is: other programs have their own.
+# A tenth of the machine's memory, at most 4 GB, is left to other programs. Nothing of a cgroup's
+# limit is left: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# In a longer context a chunk of a prompt has at least 32 tokens. Where slots can lend their memory
-# to a prompt, a chunk may take 7/8 of the memory that is left for slots. Elsewhere it may take a
-# sixteenth of all memory, or what 256 tokens need, since a chunk reads nearly all experts, and no
-# more than half of what is left for slots.
+# A chunk of a prompt has at least 32 tokens, if the context has. Where slots can lend their memory
+# to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere a chunk may take a
+# sixteenth of all memory or, if that is more, what 256 tokens need, since each chunk reads nearly
+# all experts; but it takes no more than half of the memory left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
-# A prompt needs more than its arrays, because the C library keeps some that are freed
-# (``memory.MAPPED_NBYTES``): 15 to 20 MB beside 97.
+# A prompt needs more than its arrays, because the C library keeps some freed arrays
+# (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # A prompt takes these bytes of a process's memory beside its arrays, and gives them back: freed
-# arrays that the C library keeps, the readers' buffers. 66 to 1,000 tokens took 60 to 72 MB; fewer
-# take up to 1.4 times their arrays.
+# arrays that the C library keeps, and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to
+# 72 MB; calls of fewer tokens take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
-# The time to read an expert from the page cache, as a share of the time from the SSD (0.22).
+# The time to read an expert from the page cache, as a share of that from the SSD (measured: 0.22).
 COPY_COST = 0.25
 # The reasons for a number of slots.
 ALL = "every expert"
@@ -66,7 +66,7 @@ NEARLY_ALL = "nearly all of the memory, so that hardly an expert is in memory tw
 
 
 class AnyDraft(Protocol):
-    """What ``plan`` asks of a draft, as ``speculation.drafts.Draft`` explains it."""
+    """What ``plan`` needs of a draft; ``speculation.drafts.Draft`` explains the members."""
 
     verify_tokens: int
 
@@ -89,19 +89,20 @@ class Plan:
     config: StreamConfig  # the given one, with these slots
     other_nbytes: int  # all that the process takes beside the slots while it decodes
     reserved_nbytes: int = 0  # for a draft, or the caches of more texts
-    # Slots that stay while a prompt is computed; the others lend it their memory.
+    # Slots in use while a prompt is computed; the other slots lend the prompt their memory.
     prompt_slots: int = 0
-    memory_nbytes: int = 0  # that the process may take beside what it holds already
+    memory_nbytes: int = 0  # bytes that the process may take beside what it holds already
     system_nbytes: int = 0  # other available bytes, which are left to the system
     process_nbytes: int = 0  # for the process itself
     prompt_nbytes: int = 0  # for computing ``prompt_tokens`` tokens at once
-    # A prompt's tokens that are computed at once: the model divides a longer call that has a cache
-    # and no other argument. As mlx-lm's ``prefill_step_size`` it saves the logits' memory, too.
+    # A prompt's tokens that are computed at once. The model divides a longer call if the cache is
+    # its only other argument. mlx-lm's ``prefill_step_size``, set to this, also saves the memory of
+    # logits.
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" they are, on a CPU, if
-    # the available memory decided the number of slots, there are more than K, and the page cache
-    # has room for less than twice as many experts (with slots for all: for fewer than all). It
-    # would hold much the same ones, and a copy from it takes a core's time.
+    # the available memory decided the number of slots, slots are more than K, and the page cache
+    # has room for less than twice the experts in slots (with slots for all: for fewer than all).
+    # Such a page cache holds much the same experts, and a copy from it takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -118,7 +119,7 @@ class Plan:
         return self.memory_nbytes - taken - self.prompt_slots * self.facts.slot_nbytes
 
     def fits(self, memory_nbytes: float) -> int:
-        """The most slots in each layer with which the model fits in so much memory, at most E."""
+        """The most slots in each layer, at most E, with which the model fits in this memory."""
         nbytes = max(0, memory_nbytes - self.other_nbytes)
         return int(min(self.num_experts, nbytes / self.facts.slot_nbytes))
 
@@ -130,7 +131,7 @@ class Plan:
     def call_nbytes(self, tokens: int, caches: Sequence = (), is_first: bool = False) -> int:
         """The bytes, beside the slots, of a call that computes so many tokens at once.
 
-        ``caches`` grow, and one at a time is copied. The first call also loads kernels.
+        ``caches`` grow; each is copied as it grows, one at a time. The first call loads kernels.
         """
         work = self.facts.arrays_nbytes(tokens)
         work += BESIDE_NBYTES if tokens > FEW_TOKENS else min(work, BESIDE_NBYTES)
@@ -168,8 +169,8 @@ def plan(
 
     Raises:
         CheckpointError: If the files are damaged.
-        ValueError: If the model does not fit with K slots in each layer, with the numbers, or if
-            the config's mode has no slots.
+        ValueError: If the model does not fit even with K slots in each layer (the message has the
+            numbers), or if the config's mode has no slots.
     """
     given = {"memory_nbytes": memory_nbytes, "context": context}
     given = {name: value for name, value in given.items() if value is not None}
@@ -191,7 +192,7 @@ def plan_of(
     draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> Plan:
-    """``plan`` for known facts and this rank's experts; ``most``: what another machine may take."""
+    """Do ``plan`` for known facts and this rank's experts; ``most`` is for another machine."""
     # Experts of a layer that this rank holds.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
@@ -211,7 +212,7 @@ def plan_of(
     memory = _filled(most, work, fixed + held * slot, fixed + least * slot)
     tokens, prompt, lendable = work(memory)
     system = max(0, sum(there) - memory)
-    why = f", {WHY_LEFT}" if memory < there[0] else ""  # a Mac has more
+    why = f", {WHY_LEFT}" if memory < there[0] else ""  # on a Mac less than is available
     parts = {
         "backbone": facts.kept_nbytes,
         f"caches of {config.context} tokens": facts.caches_nbytes,
@@ -230,19 +231,19 @@ def plan_of(
             "context or a lower top_k, or take a smaller model.",
             fixed + prompt + least * slot,
         )
-    # Slots that stay while a prompt is computed, and slots while it decodes.
+    # Slots that stay while a prompt is computed, and slots while tokens are decoded.
     prompt_slots, slots = (min(held, nbytes // slot) for nbytes in (free, free + lendable))
     why = NEARLY_ALL
     if slots == held:
         why = ALL + (RESIDENT_FITS if slots == prompt_slots else "")
         if held < E:
             why = f"{ALL} of this rank"
-    elif not mx.cuda.is_available():  # there the page cache is in another memory
+    elif not mx.cuda.is_available():  # on CUDA slots take no memory of the page cache
         pages = (free + lendable - least * slot) / (facts.checkpoint_nbytes * held / E)
         if slots / held < (1 - COPY_COST) * pages:
             prompt_slots, slots, why = least, least, FEW
     lent, taken = (slots - prompt_slots) * slot, slots * slot
-    # Bytes of the page cache while it decodes. Once all experts are in slots nothing is read.
+    # Bytes of the page cache while tokens are decoded. With all experts in slots nothing is read.
     pages = system + process + prompt - lent + free - taken
     is_small = pages < taken * (2 if slots < held else 1)
     # A limit that the caller gave says nothing about the page cache.
@@ -271,13 +272,13 @@ def plan_of(
 
 
 def _beside(draft, facts, config):
-    """The config without a draft's weights in its memory, and the bytes to reserve for it."""
-    if config.memory_nbytes is not None:  # memory that is measured has them no longer
+    """Take a draft's weights off the config's memory; return config and bytes to reserve."""
+    if config.memory_nbytes is not None:  # measured memory is without the weights already
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))
-    # Recurrent states are kept for each token of a pass until its guesses are judged, and those
-    # before the pass.
+    # Recurrent states are kept for each token of a verify pass until its guesses are accepted or
+    # rejected, and so are the states before the pass.
     states = min(draft.verify_tokens * facts.states_nbytes, STATES_NBYTES) + facts.states_nbytes
     return config, states + grown_nbytes(draft.read_zeros(), config.context)
 
@@ -285,7 +286,7 @@ def _beside(draft, facts, config):
 def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFacts:
     """Predict the memory of ``load(path, config)`` without reading any weights.
 
-    With ``slots="auto"`` it is that of the slots that ``plan`` finds now.
+    With ``slots="auto"`` the slots are those that ``plan`` would choose now.
 
     Args:
         path (str or Path): A model folder.
@@ -304,23 +305,23 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """The bytes that a plan fills: ``most.some``, or more for every expert, or for K of a layer.
+    """Return the bytes that a plan fills: ``most.some``, or more if every expert or K need more.
 
-    ``every`` and ``least`` are what these take beside the ``work`` of a prompt.
+    ``every`` and ``least`` are the bytes of these two beside the ``work`` of a prompt.
     """
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable
     if need > may_fill:
-        # A prompt's arrays grow a little with the memory.
+        # 2% more, since a prompt's arrays grow a little with the memory.
         need, may_fill = (least + work(some)[1]) * 51 // 50, most_for_least
     return min(may_fill, max(some, need))
 
 
 def _work(facts, context, taken, memory):
-    """A prompt's tokens computed at once, their bytes, and those of them that slots use later.
+    """Return a prompt's tokens computed at once, their bytes, and how many of these slots lend.
 
-    ``taken`` are the bytes of ``memory`` for all else, K slots in each layer among them.
+    ``taken`` bytes of ``memory`` are for everything else, K slots in each layer included.
     """
     left = memory - taken
     if can_empty():  # slots lend their memory
@@ -338,9 +339,9 @@ def _work(facts, context, taken, memory):
 
 
 def _memory():
-    """The bytes that arrays of this process may take, and those left to the system beside them."""
+    """Return the bytes that this process's arrays may take, and those kept for the system."""
     gpu = memory_on_gpu()
-    if gpu is not None and not mx.metal.is_available():  # its own memory, not the machine's
+    if gpu is not None and not mx.metal.is_available():  # this GPU has its own memory
         return gpu - gpu // SYSTEM_SHARE, gpu // SYSTEM_SHARE
     machine = psutil.virtual_memory()
     kept = min(machine.total // SYSTEM_SHARE, SYSTEM_NBYTES)
@@ -355,7 +356,7 @@ def memory_for_a_model() -> int:
 
 
 def _for_a_model():
-    """What a plan may fill here; the bytes that are available, and those kept for the system."""
+    """Return what a plan may fill here, and a pair: bytes available, bytes kept for the system."""
     memory, kept = _memory()
     total, held = psutil.virtual_memory().total, mx.get_active_memory()
     return Most(*(min(memory, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)
@@ -364,7 +365,7 @@ def _for_a_model():
 def memory_now() -> tuple[int, int]:
     """The bytes that a model may take before it gives slots back, and before a call is refused.
 
-    The first leaves the system half of the memory that ``plan`` left it, the second none.
+    The first number leaves the system half of what ``plan`` left it, the second leaves nothing.
     """
     memory, kept = _memory()
     return memory + kept // 2, memory + kept

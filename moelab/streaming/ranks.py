@@ -1,10 +1,10 @@
 """Divides experts over the ranks of ``mx.distributed``, each of which reads its own.
 
-Every rank computes the backbone for the same tokens. In a MoE layer it computes the (token,
-expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank the rows of all.
-Nothing is added up on the way, so N ranks give the bits that one gives for the same calls. Ranks
-must make the same collective calls in the same order, so they compare settings, headers and samples
-of the weights at load, and the routing of every call.
+Every rank computes the backbone for the same tokens. In a MoE layer each rank computes the (token,
+expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank all rows. Nothing
+is added up on the way, so N ranks give the same bits as one process for the same calls. Ranks must
+make the same collective calls in the same order. So they compare settings, headers and samples of
+the weights at load, and the routing of every call.
 """
 
 import faulthandler
@@ -30,13 +30,13 @@ from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, describe
 from .config import StreamConfig
 
-# Seconds. A rank ends its process if the others do not answer for so long, as MLX cannot stop
-# waiting. (A rank whose process ends is noticed at once.)
+# Seconds. A rank ends its own process if the others do not answer for so long, as MLX cannot stop
+# waiting. (If a rank's process ends, the others notice at once.)
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while the others load
-SAY_S = 8  # then a rank says on stderr that it waits for the others to load
+SAY_S = 8  # after these a rank says on stderr that it waits for the others to load
 LOOK_S = 0.5  # between two looks at the clock
-SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights, which tell models of one shape apart
+SAMPLES, SAMPLE_NBYTES = 64, 64  # of weights: they tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
 
@@ -46,7 +46,7 @@ class RankError(OSError):
 
 
 def joined() -> mx.distributed.Group | None:
-    """Join the ranks that were started with this one, as by ``mlx.launch``; None if alone.
+    """Join the ranks that ``mlx.launch`` started with this one; None if this rank is alone.
 
     MLX would wait for ever for a rank that never starts: after ``LOADING_S`` the process ends.
     """
@@ -58,7 +58,7 @@ def joined() -> mx.distributed.Group | None:
     with suppress(OSError, ValueError, TypeError):  # another backend's file, or none
         hosts = [", ".join(addresses) for addresses in json.loads(Path(file).read_text())]
         others = " and ".join(f"rank {i} at {at}" for i, at in enumerate(hosts) if str(i) != rank)
-    with open(os.devnull, "w") as nowhere:  # the end's traceback would say no more
+    with open(os.devnull, "w") as nowhere:  # a traceback at the end would add nothing
         if rank is not None:
             _say(
                 f"rank {rank} waits for {others} to join. If not all do within {LOADING_S} s it "
@@ -82,7 +82,7 @@ def _say(line):
 
 
 def by_number(layers: int, num_experts: int, ranks: int) -> np.ndarray:
-    """The rank of each expert, ``[L, E]``, if every N-th expert is the same rank's."""
+    """The rank of each expert, ``[L, E]``: every N-th expert belongs to the same rank."""
     return np.tile(np.arange(num_experts) % ranks, (layers, 1))
 
 
@@ -92,10 +92,10 @@ class Ranks:
     def __init__(self, group: mx.distributed.Group):
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
-        self._calls = 0  # of ``join`` and ``_rows`` so far
-        # The last call's layer, what each rank said of its routing, and what this one said.
+        self._calls = 0  # calls of ``join`` and ``_rows`` so far
+        # The last call's layer, the check words of all ranks, and those of this rank.
         self._checks = None
-        # When to give up the others, after what wait, and whether stderr says that this rank waits.
+        # When this rank gives up, after how long a wait, and whether stderr says that it waits.
         self._until, self._patience_s, self._said = None, 0.0, False
         self._closed = threading.Event()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
@@ -104,7 +104,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """Yield the ranks (None: one process). They leave together; an error of one ends all."""
+        """Yield the ranks (None: one process). All leave together; one rank's error ends all."""
         if group is None or group.size() == 1:
             yield None
             return
@@ -129,7 +129,7 @@ class Ranks:
         return by_number(1, num_experts, self.size)[0]
 
     def gather(self, value: object) -> list:
-        """Collect a value for JSON from every rank, in their order; raise the error of any rank."""
+        """Collect a JSON value from every rank, in rank order; raise if a rank sends an error."""
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
         with self.waiting(LOADING_S):
             sizes = self._rows(np.array([len(text)], np.uint32).view(np.uint8))
@@ -143,7 +143,7 @@ class Ranks:
         return values
 
     def _rows(self, row):
-        """Collect each rank's bytes, [N, n]. MLX may give wrong ones if a rank has just ended."""
+        """Collect and check each rank's bytes, [N, n]: MLX may give wrong ones if a rank ended."""
         self._calls += 1
 
         def check(row):
@@ -170,7 +170,7 @@ class Ranks:
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
         """Let this rank wait for the others in the block, and end its process if it waits too long.
 
-        By default it may wait for ``PATIENCE_S`` after each ``answered``.
+        The limit is ``patience_s`` (default: ``PATIENCE_S``); each ``answered`` starts it anew.
         """
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
@@ -189,8 +189,8 @@ class Ranks:
         """Join all pairs' rows, ``[..., K, D]``, from the rows ``[n, D]`` that each rank computed.
 
         ``owners`` and ``routed``, ``[..., K]``, are the rank and the expert of each pair; ``like``
-        is D and type of a row, which a rank without rows (None) cannot know. The second result
-        needs all rows; evaluate it before ``answered``.
+        is a row's D and type, which a rank without rows (``y`` None) cannot know. The second result
+        depends on all rows; evaluate it before ``answered``.
         """
         D, dtype = like
         if y is not None and y.dtype != dtype:
@@ -198,9 +198,9 @@ class Ranks:
                 f"{path}: expected experts that compute in {dtype}, got {y.dtype}. Set "
                 "StreamConfig.dtype."
             )
-        # Each rank sends a block of as many rows as the rank with the most pairs has, and one more.
-        # The first row says which call this is and for which routing, in numbers of 8 bits, which
-        # all types of activations hold exactly.
+        # All ranks' blocks have one row more than the rank with the most pairs has pairs. A block's
+        # first row names the call and its routing, in numbers of 8 bits, which all types of
+        # activations hold exactly.
         self._calls += 1
         routing = zlib.crc32(np.ascontiguousarray(routed, np.uint32))
         words = [self._calls % 251 + 1, self._calls // 251 % 256, *routing.to_bytes(4, "little")]
@@ -246,7 +246,7 @@ class Ranks:
         )
 
     def _look(self):
-        """Say that this rank waits for the others to load, or end its process."""
+        """Say that this rank waits for the others to load, or end it after too long a wait."""
         until, patience_s, me = self._until, self._patience_s, f"rank {self.rank} of {self.size}"
         if until is None:
             return
@@ -285,6 +285,7 @@ class Ranks:
 
 
 def _watch(ranks, closed):
+    """Let ``ranks`` (a weak reference) look at the clock until it is closed or gone."""
     while not closed.wait(LOOK_S) and (living := ranks()) is not None:
         living._look()
         del living
@@ -295,14 +296,14 @@ def _digest(parts):
 
 
 def _settings(checkpoint):
-    """Names and bytes of the files that tell tokenizers, templates and last tokens apart."""
+    """Yield name and bytes of the files that tell tokenizers, templates and end tokens apart."""
     for file in sorted(Path(checkpoint.path).iterdir()):
         if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
             yield file.name.encode() + file.read_bytes()
 
 
 def _samples(checkpoint):
-    """A checkpoint's config.json and headers, and samples of tensors: all would take too long."""
+    """Yield config.json and headers, and samples of tensors: all bytes would take too long."""
     tensors = sorted((checkpoint.tensors | checkpoint.packed).items())
     headers = [(name, t.shape, str(t.dtype), t.nbytes) for name, t in tensors]
     yield json.dumps([checkpoint.config, headers], sort_keys=True, default=str).encode()
