@@ -13,7 +13,7 @@ from ..checkpoint import MAX_DIMENSION
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
 FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # of fields that the planning of slots uses
-# More bytes than any machine has; more threads help no disk.
+# Upper bounds: more bytes than any machine has, more threads than any disk needs.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # SwiftLM's environment variables, each with the field that ``StreamConfig.from_env`` sets by it.
 ENVIRONMENT = {
@@ -27,10 +27,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of ``StreamConfig`` is for and takes. The class and the commands show it.
+    """What a field of ``StreamConfig`` is for and takes, for the class's docstring and commands.
 
-    A field takes its default, and one of ``choices``, or a whole number within ``bounds``. Without
-    both it takes True or False.
+    A field takes its default. It also takes one of ``choices``, or a whole number within
+    ``bounds``; without both it takes True or False.
     """
 
     default: Any
@@ -42,11 +42,11 @@ class Option:
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
     bounds: tuple[int, int] | None = None  # the least and the most of a whole number
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    needs: str = ""  # what the other modes lack: they refuse the field; if empty, they ignore it
+    needs: str = ""  # what the other modes lack; they refuse the field, or ignore it if this is ""
     for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
 
     def check(self, name: str, value: Any) -> None:
-        """Raise if the field of this name does not take a value."""
+        """Raise if the field ``name`` does not take ``value``."""
         if type(value) is type(self.default) and value == self.default:
             return
         if self.choices:
@@ -79,7 +79,7 @@ class StreamConfig:
     slots: int | str = _option(
         "auto",
         "experts held in each layer, or auto (default: {default})",
-        "A layer takes at least K. auto: as many as moelab.plan finds right.",
+        "A layer takes at least K. auto: as many as moelab.plan chooses.",
         bounds=(1, MAX_DIMENSION - 1),
         modes=SLOT_MODES,
     )
@@ -93,8 +93,8 @@ class StreamConfig:
     context: int = _option(
         4096,
         "for slots auto: tokens to leave room for (default: {default})",
-        "They are the prompt's and the answer's, whose caches must fit. For the caches of a draft, "
-        "or of more texts at once, moelab.load has arguments.",
+        "These are the tokens of prompt and answer, whose caches must fit. For the caches of a "
+        "draft, or of several texts decoded at once, moelab.load has arguments.",
         bounds=(1, MAX_DIMENSION - 256),  # mlx-lm's key-value caches grow by 256 tokens
         **FOR_AUTO,
     )
@@ -106,25 +106,25 @@ class StreamConfig:
     readers: int = _option(
         8,
         "reads in flight at once (default: {default})",
-        "Threads that read what a layer waits for; as many again read ahead. On Linux, with slots "
-        "and more than one reader, all reads of a small call may be in flight at once.",
+        "Threads that read what a layer waits for; as many more threads read ahead. On Linux, with "
+        "slots and more than one reader, all reads of a small call may be in flight at once.",
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
     )
     reads: str = _option(
         "auto",
         "cached: through the page cache; direct: past it (default: {default})",
-        "Past it (on Linux, with llvmlite; else as cached) a read takes less of a core's time, and "
-        "nothing is in the page cache. auto: as Plan.direct says, and cached without a plan.",
+        "direct (on Linux, with llvmlite; else as cached): a read takes less of a core's time, and "
+        "leaves nothing in the page cache. auto: as Plan.direct says, and cached without a plan.",
         choices=("auto", "cached", "direct"),
         modes=SLOT_MODES,
     )
     source: str = _option(
         "disk",
         "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
-        "host is pinned memory for every expert, filled while loading; it needs cuda-bindings and "
-        "goes without prefetch. If nothing is recorded, the GPU fills its slots by itself in a "
-        "call of at most S (token, expert) pairs.",
+        "host keeps every expert in pinned memory, filled at load; it needs cuda-bindings and "
+        "has no prefetch. If nothing is recorded, the GPU fills its slots by itself in a call of "
+        "at most S (token, expert) pairs.",
         choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
@@ -136,9 +136,9 @@ class StreamConfig:
         "router asks a layer's router before the layer's attention or recurrence, in a short call "
         "of one text, where the fast kernels compute the whole layer; lookahead gives this layer's "
         "hidden state to the next layer's router; oracle takes the experts of a recorded trace. "
-        "auto: short calls alternate between router, or on a Mac's GPU lookahead, and none. What "
-        "is faster stays, and is tried again if memory or hits change. It is none where neither "
-        "can be used, on CUDA, with ranks, with source host and with a slot for every expert.",
+        "auto: short calls alternate between router, or on a Mac's GPU lookahead, and none. The "
+        "faster stays, and both are tried again if memory or hits change. auto is none where "
+        "neither can be used, on CUDA, with ranks, with source host, with a slot for every expert.",
         metavar="WHICH",
         choices=("auto", "none", "router", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt
@@ -155,25 +155,25 @@ class StreamConfig:
         "auto",
         "what computes on a CPU: MLX's, or fast (default: {default})",
         "fast (needs llvmlite) computes matrices, attention and recurrences. It is many times as "
-        "fast, rounds differently and has no gradients: in mode resident, call model.train() for "
-        "those. auto: fast where it can be used and activations are float32.",
+        "fast, rounds differently and has no gradients: in mode resident, model.train() gives "
+        "gradients. auto: fast where it can be used and activations are float32.",
         choices=("auto", "mlx", "fast"),
     )
     library: str = _option(
         "auto",
         "whose model classes: mlx-lm's, or mlx-vlm's (default: {default})",
         "mlx-vlm (moelab[vlm]) has families that mlx-lm does not; only their text model is built. "
-        "auto: mlx-lm's, or mlx-vlm's where that alone has the type, or the names of the tensors.",
+        "auto: mlx-lm's, or mlx-vlm's where only mlx-vlm has the model type or tensor names.",
         choices=("auto", "mlx-lm", "mlx-vlm"),
     )
     lazy_logits: bool = _option(
         False,
         "logits of a call of more than 64 tokens wait until somebody uses them",
-        "Generation does not use a prompt's, so that saves memory and time; the commands set it. "
+        "Generation uses no logits of a prompt: True saves memory and time, and the commands set it. "
         "It matters with the fast kernels: logits that waited are computed by MLX's slow kernels "
         "and differ by rounding. A call of more than Plan.prompt_tokens tokens is divided, and the "
-        "logits of all parts but the last always wait: for the resident model's bits at every "
-        "position, call it with at most so many tokens at once.",
+        "logits of all parts but the last always wait. For the resident model's bits at every "
+        "position, call the model with at most so many tokens at once.",
         command=False,
     )
 
@@ -239,7 +239,7 @@ class StreamConfig:
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
         ``fields`` override them.
         """
-        given = {}  # the numbers of the variables that are set, by field
+        given = {}  # by field: the variables that are set, and their numbers
         for variable, name in ENVIRONMENT.items():
             least, most = OPTIONS[name].bounds or (0, 1)
             if (text := os.environ.get(variable)) is None:
@@ -268,7 +268,7 @@ OPTIONS = {f.name: f.metadata["option"] for f in fields(StreamConfig)}
 
 
 def _documented(f):
-    """A field's lines of the class's docstring."""
+    """Return a field's lines for the class's docstring."""
     option = f.metadata["option"]
     text = f"{f.name} ({formatannotation(f.type)}): {option.help.format(default=option.default)}. "
     text += f"One of {', '.join(option.choices)}. " if option.choices else ""

@@ -1,11 +1,12 @@
-"""Moves bytes to a CUDA GPU and routing from it without MLX's unified memory.
+"""Moves experts' bytes to a CUDA GPU, and routing to the host, without MLX's unified memory.
 
-The pages of an MLX array that the host has touched move between host and GPU by page faults: bytes
-written in place take 0.5 ms a MB where the bus needs 0.03, and reading a layer's routing 0.15 ms.
-Here both go through pinned memory, by kernels in MLX's own graph: ``Mailbox.post`` writes routing
-there, ``Mailbox.send`` copies experts' bytes from there to the slots. Its kernel is started before
-the reads have ended and waits on the GPU for each, so that the host prepares the next operations
-meanwhile. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+The pages of an MLX array that the host has touched move between host and GPU by page faults. Bytes
+written in place take 0.5 ms a MB, where the bus needs 0.03; reading a layer's routing takes 0.15
+ms. Here both go through pinned memory, by kernels in MLX's own graph. ``Mailbox.post`` writes
+routing to pinned memory, and ``Mailbox.send`` copies experts' bytes from there to the slots. The
+kernel of ``send`` starts before the reads have ended and waits on the GPU for each read. Meanwhile
+the host prepares the next operations. All this needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0``
+turns it off.
 """
 
 import ctypes
@@ -57,7 +58,7 @@ def may_wait():
 
 
 def _checked(result, message=None):
-    """The result of a CUDA function without its error code; raise if that is not 0."""
+    """Return a CUDA function's result without its error code; raise if the code is not 0."""
     error, *values = result
     if error:
         message = message or runtime.cudaGetErrorString
@@ -83,7 +84,7 @@ class Copy(NamedTuple):
     flag: int  # the address of a uint32 in pinned memory that is 0 until the bytes have arrived
 
 
-# ``box`` has a word that says that the numbers have arrived, and then the numbers.
+# ``box`` has a word that is 1 once the numbers have arrived, and then the numbers.
 _POST = """
     unsigned int* box = (unsigned int*)(*address);
     for (int i = threadIdx.x; i < n; i += blockDim.x) box[1 + i] = indices[i];
@@ -114,8 +115,8 @@ COPY = """
             for (; i < nbytes; i += blockDim.x) to[i] = __ldcv(source + i);
         }
 """
-# ``list`` has the numbers of copies and of chunks, and then for each copy its first chunk, source,
-# destination, bytes and flag. Every block of threads takes the list from the host once, and
+# ``list`` has the count of copies, the count of chunks, and then for each copy its first chunk,
+# source, destination, bytes and flag. Every block of threads reads the list from the host once, and
 # copies every gridDim.x-th chunk.
 _SEND = f"""
     __shared__ word list[2 + 5 * {MAX_COPIES}];
@@ -149,7 +150,7 @@ _SEND = f"""
 class Mailbox:
     """Pinned memory through which the host and kernels in MLX's graph exchange small numbers.
 
-    The host polls one word: MLX's ``eval`` would sleep, and reading the array would move its page.
+    The host polls one word, as MLX's ``eval`` would sleep and a read of an array would move pages.
     """
 
     def __init__(self):
@@ -164,7 +165,7 @@ class Mailbox:
         self._posted = self._sent = None
 
     def post(self, indices: mx.array, after: mx.array) -> None:
-        """Begin to compute at most ``MAILBOX_SIZE`` integers, and ``after``, for ``collect``."""
+        """Begin to compute ``after``, and for ``collect`` at most ``MAILBOX_SIZE`` indices."""
         self._words[0] = 0
         self._posted = kernel("post", "const void* after, const word* address", "posted", _POST)(
             indices, after, self._address, output_shapes=[(1,)], **launch(1)
@@ -191,8 +192,8 @@ class Mailbox:
     ) -> mx.array:
         """An array like ``indices`` that a kernel fills with at most ``MAILBOX_SIZE`` host numbers.
 
-        When it is computed, ``indices`` and ``after`` are computed first, and the kernel makes the
-        copies (at most ``MAX_COPIES``), each as soon as its bytes have been read.
+        The kernel runs after ``indices`` and ``after`` are computed. It also makes the copies (at
+        most ``MAX_COPIES``), each as soon as the copy's bytes have been read.
         """
         self.wait()
         words, chunk = [], 0
@@ -212,7 +213,7 @@ class Mailbox:
         return self._sent
 
     def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
-        """Have the GPU make at most ``MAX_COPIES`` copies after ``after``, and do not wait.
+        """Let the GPU make at most ``MAX_COPIES`` copies after ``after``; do not wait for them.
 
         Returns a zero, ``[1]``: arrays that depend on it are computed after the copies.
         """
@@ -225,7 +226,7 @@ class Mailbox:
             self._sent = None
 
     def forget(self) -> None:
-        """Do not wait for the array sent last, which is not computed after an error."""
+        """Forget the array sent last, which is never computed after an error."""
         self._sent = None
 
 
@@ -233,8 +234,9 @@ class Mailbox:
 def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
     """Compile a kernel once in a process; call it with ``n`` ``indices`` and more arrays.
 
-    ``more`` declares these in C (``word``: 64 bits), ``outputs`` names the uint32 arrays it writes.
-    ``mx.fast.cuda_kernel`` would compile MLX's headers too, for two seconds with each kernel.
+    ``more`` declares the other arrays in C (``word``: 64 bits), ``outputs`` names the uint32 arrays
+    that the kernel writes. ``mx.fast.cuda_kernel`` would also compile MLX's headers, for two
+    seconds with each kernel.
     """
     name = f"moelab_{name}"
     written = ", ".join(f"unsigned int* {output}" for output in outputs.split())

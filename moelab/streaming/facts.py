@@ -21,8 +21,8 @@ from .residency.bank import slot_nbytes
 
 # A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# How many arrays of the hidden size a layer keeps for a token beside its experts' work: with MLX's
-# kernels; with the fast ones, which also keep copies of the results of its other matrices.
+# Arrays of the hidden size that a layer keeps for a token beside its experts' work: 16 with MLX's
+# kernels, 8 with the fast ones. Those also keep 3 copies of the results of its other matrices.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
@@ -31,7 +31,7 @@ LINEARS = (nn.Linear, nn.QuantizedLinear)
 class ModelFacts:
     """What a model is made of, and the bytes that it takes.
 
-    A record keeps the first five facts: what a replay needs (``lab.models.recorded``).
+    A record (JSON) keeps the first five facts, which a replay needs (``lab.models.recorded``).
     """
 
     experts: dict[str, int]  # E of each MoE layer, by the path of the module of its experts
@@ -40,22 +40,22 @@ class ModelFacts:
     expert_nbytes: int  # one expert of the first layer on disk
     layers_nbytes: tuple[int, ...]  # one slot of each layer
     path: Path = Path()  # of the checkpoint
-    # The experts' parameters by path in the model: where those lie that are read into slots, those
-    # that stay in memory for all E, and those that should be read but lie scattered.
+    # The experts' parameters by path in the model: places of those that are read into slots, names
+    # of those that stay in memory for all E, names of those that lie scattered and cannot be read.
     located: dict[str, ExpertTensor] = field(default_factory=dict, repr=False)
     resident: tuple[str, ...] = field(default=(), repr=False)
     scattered: tuple[str, ...] = field(default=(), repr=False)
-    slots: int = 0  # S; else the experts of a layer that a mode keeps; 0 until a plan says it
+    slots: int = 0  # S, or in a mode without slots a layer's experts in memory; 0 before a plan
     num_blocks: int = 0  # all layers, those without experts as well
     dtype: mx.Dtype = mx.float32  # of the activations
     table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
-    backbone_nbytes: int = 0  # everything but the experts; of a table on disk, the rows in memory
+    backbone_nbytes: int = 0  # all but the experts; a table on disk counts its rows in memory
     resident_nbytes: int = 0  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
     states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
-    token_logits_nbytes: int = 0  # the part of it for logits, if all of a prompt's are computed
-    logits_nbytes: int = 0  # if not, the logits of few tokens, beside ``token_nbytes``
+    token_logits_nbytes: int = 0  # logits of one token, if all logits of a prompt are computed
+    logits_nbytes: int = 0  # else the logits of few tokens, beside ``token_nbytes``
 
     @classmethod
     def of(
@@ -78,7 +78,7 @@ class ModelFacts:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """L, K and E, as of a trace of the model."""
+        """L, K and E, as in a trace of the model."""
         return self.num_layers, self.top_k, self.num_experts
 
     @property
@@ -117,11 +117,11 @@ class ModelFacts:
         return self.dense_nbytes + self.num_layers * self.top_k * self.expert_nbytes
 
     def few_nbytes(self, tokens: int) -> int:
-        """The bytes of a call's arrays if it has few tokens, with their logits."""
+        """The bytes of a call's arrays and logits, for at most ``FEW_TOKENS`` of its tokens."""
         return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
 
     def arrays_nbytes(self, tokens: int) -> int:
-        """The bytes of a call's arrays: its layers' are free before its logits are computed."""
+        """The bytes of a call's arrays. Those of layers are free before logits are computed."""
         return max(tokens * self.token_nbytes, self.few_nbytes(tokens))
 
 
@@ -141,7 +141,7 @@ def facts_of(
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
     streams, located = config.mode != "resident", locate_experts(model, checkpoint)
-    # Additive biases and tensor-wide scales are small beside an expert's matrices.
+    # Additive biases and tensor-wide scales stay in memory: they are small beside matrices.
     resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident
     sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
@@ -158,7 +158,7 @@ def facts_of(
     ]
     dtype = _activation_dtype(model)
     token = _token_values(model, linears, checkpoint, config, top_k) * dtype.size
-    each = few = 0  # bytes of a token's logits, which the fast kernels compute at once, and copy
+    each = few = 0  # bytes of logits, of a token and of few; the fast kernels also copy logits
     if config.kernels == "fast" and logits is not None:
         each = 2 * logits.shape[-1] * dtype.size
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
@@ -201,20 +201,20 @@ def _activation_dtype(model):
 
 
 def grown_nbytes(caches: list, context: int) -> int:
-    """The bytes of caches grown to a text's length. The given ones, of two tokens, are used up."""
+    """The bytes of caches grown to ``context`` tokens; the given ones, of two, are used up."""
     kept = [_grown(c, context) for c in leaves(caches)]
     # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)
 
 
 def _grown(cache, context):
-    """The bytes of a cache of two tokens when it has ``context``; nothing is evaluated."""
+    """Return a cache's bytes once it has grown from two tokens to ``context``; evaluate nothing."""
     if isinstance(cache, ArraysCache):
         return cache.nbytes
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return cache.nbytes * -(-context // 2)  # a family's own class
-    # The length of a chunk matters only in a cache of limited size, which stays full once it is.
+    # The length of a chunk matters only in a cache of limited size, which once full stays full.
     limit, chunk = getattr(cache, "max_size", None), context
     if limit is not None:
         chunk = PROMPT_TOKENS
@@ -226,18 +226,18 @@ def _grown(cache, context):
 
 
 def _token_values(model, linears, checkpoint, config, top_k):
-    """The values that the largest layer keeps for each token of a call.
+    """Return how many values the largest layer keeps for each token of a call.
 
-    ``linears`` are the matrices of each layer's experts by name. The values take 1.1 to 1.3 times
-    the measured bytes of the four layers of notebook 03.
+    ``linears`` are the matrices of each layer's experts by name. The estimate is 1.1 to 1.3 times
+    the bytes measured with the four layers of notebook 03.
     """
     fast, most, D = config.kernels == "fast", 0, 0
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
         D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
         if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
-            # The kernels compute these in one call, which keeps its result, the results of gate and
-            # up, and as much for the last matrix's input.
+            # One call of the kernels computes these. It keeps its result, the results of gate and
+            # up, and as much again for the last matrix's input.
             pairs = D + 2 * (sum(outputs) - D)
         else:
             pairs = sum(inputs) + sum(outputs) + D
@@ -251,7 +251,7 @@ def _token_values(model, linears, checkpoint, config, top_k):
 
 
 def _outputs(model):
-    """The most values that a block's matrices, without its experts', give for a token."""
+    """Return the most values that one block's matrices, except experts, give for a token."""
     outputs = Counter()
     for path, module in model.named_modules():
         layer = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)

@@ -131,7 +131,7 @@ class StreamedExperts(nn.Module):
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keep S slots; one gather for each projection computes a call (SwiftLM PR 90).
+    """Keeps S slots; one gather for each projection computes a call (SwiftLM PR 90).
 
     A call with more experts than slots is computed in parts, and reads each expert at most once.
     """

@@ -36,7 +36,7 @@ PATIENCE_S = 120  # in a layer, in which the others may have much to read and co
 LOADING_S = 600  # while the others load
 SAY_S = 8  # after these a rank says on stderr that it waits for the others to load
 LOOK_S = 0.5  # between two looks at the clock
-SAMPLES, SAMPLE_NBYTES = 64, 64  # of weights: they tell models of one shape apart
+SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike
 TRANSPORT = re.compile(r"\[(ring|nccl|jaccl|mpi)\]")  # how MLX's messages about other ranks begin
 

@@ -16,18 +16,18 @@ from .file import File, ReadError, check_unchanged
 from .flight import Flight, Queue
 from .ranges import Ranges, read_ranges
 
-# Bytes of a call. The calling thread reads up to so many by itself: handing them to the pool would
-# take longer.
+# Bytes. The calling thread reads a call of up to so many by itself: handing the reads to the pool
+# would take longer.
 INLINE_NBYTES = 512 * 1024
-# Bytes of a call. For up to so many, the calling thread copies what the page cache holds. With two
-# cores this beats the pool for 16 MB at least; more cores copy faster than one.
+# Bytes. In a call of up to so many, the calling thread copies what the page cache holds. With two
+# cores this beats the pool up to 16 MB at least; with more cores the pool copies faster.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
-# Bytes. A read past the page cache, or ahead of its layer, of fewer is not worth another thread.
+# Bytes. Past the page cache, another thread is not worth it for fewer.
 SHARE_NBYTES = 512 * 1024
-# Before the system is asked to read many ranges ahead, so many of them are looked up in the page
-# cache. Looking makes Linux read a page of a range that is not there.
+# So many ranges are looked up in the page cache before the system is asked to read many ahead. A
+# look makes Linux read a page of a range that is not cached.
 PROBES = 8
-# Bytes of one advice to the system: Linux reads no more than its readahead window for each.
+# Bytes of one request to read ahead: Linux reads no more than its readahead window for each.
 AHEAD_NBYTES = 128 * 1024
 
 
@@ -38,7 +38,7 @@ class Threads:
         self.futures, self._begin = futures, time.perf_counter()
 
     def cancel(self) -> bool:
-        """Cancel reads of which none has begun; whether nothing is read any more."""
+        """Cancel the reads; return whether all were cancelled before they began."""
         return bool(self.futures) and all(future.cancel() for future in self.futures)
 
     def done(self) -> bool:
@@ -61,8 +61,8 @@ class Reader:
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds in reads, summed over the threads. For reads without a thread, the time from the
-        # first one's begin to the last one's end, where somebody waited for it.
+        # Seconds in reads, summed over the threads. Reads without a thread count from the begin of
+        # the first to the end of the last, where somebody waited for the end.
         self.read_s = 0.0
         self.closed = False
         self._files = {}
@@ -82,7 +82,7 @@ class Reader:
     def start(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
         """Begin to read. Call ``finish`` with the result before using the memory.
 
-        Each of ``step`` ranges (None: all) can be waited for by itself.
+        The result has one entry for each ``step`` ranges (None: for all), to wait for by itself.
         """
         self.check_open()
         if flights := self.fly(ranges, step):
@@ -93,13 +93,13 @@ class Reader:
         return reads
 
     def start_ahead(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
-        """Begin to read, as ``start`` does, what no layer waits for yet."""
+        """Begin to read, as ``start`` does, ranges that no layer waits for yet."""
         return self.fly(ranges, step) or [
             Threads([self._background.submit(self._read_behind, r)]) for r in ranges.divided(step)
         ]
 
     def fly(self, ranges: Ranges, step: int | None = None) -> list[Flight]:
-        """Begin to read past the page cache without a thread; nothing if that is not possible."""
+        """Begin to read past the page cache without a thread; return [] if that is impossible."""
         if not self.direct or not len(ranges):
             return []
         if self._queue is None:
@@ -112,13 +112,13 @@ class Reader:
         return Flight(self._queue, ranges, table, self._count).divided(step or len(ranges))
 
     def check_open(self) -> None:
-        """Refuse a closed model, whose files' descriptors may be those of others by now."""
+        """Raise if the model is closed: its file descriptors may belong to other files by now."""
         look()
         if self.closed:
             raise ReadError("The model is closed: load it again to go on.")
 
     def _read(self, ranges):
-        """Begin to read with threads; read here what takes less time than that."""
+        """Begin to read with threads; read small or cached ranges in this thread."""
         if self.direct:
             return self._read_in_pool(ranges, SHARE_NBYTES)
         ranges = self._read_cached(ranges)
@@ -139,8 +139,8 @@ class Reader:
         return self.readers == 1 or ranges.nbytes <= INLINE_NBYTES
 
     def _read_cached(self, ranges):
-        """Read what the page cache holds; return the other ranges, which the system has begun."""
-        # One reader has one read in flight.
+        """Read what the page cache holds; return the rest, which the system begins to read."""
+        # With one reader only one read may be in flight.
         if self.readers == 1 or not native.NOWAIT or ranges.nbytes > CACHED_NBYTES:
             return ranges
         begin = time.perf_counter()
@@ -152,9 +152,9 @@ class Reader:
         return left
 
     def _divided(self, ranges, least_nbytes=1):
-        """Divide ranges into parts of about equal bytes, at most one a reader.
+        """Divide ranges into parts of about equal bytes, at most one for each reader.
 
-        Their number is at most bytes / ``least_nbytes``, rounded up.
+        The number of parts is at most bytes / ``least_nbytes``, rounded up.
         """
         ends = np.cumsum(ranges.table[:, native.NBYTES])
         n = min(self.readers, -(-int(ends[-1]) // least_nbytes))
@@ -185,7 +185,7 @@ class Reader:
                 self._end_demand()
 
     def stop(self) -> None:
-        """Wait until nothing is read and end the threads. The next read starts new ones."""
+        """Wait until no read runs, and end the threads. The next read starts new threads."""
         self._stops += 1
         self._end_demand()  # prefetch threads wait for this
         if self._queue:
@@ -205,7 +205,7 @@ class Reader:
         self.read_here(ranges)
 
     def read_ahead(self, ranges: Ranges) -> None:
-        """Ask the system to read ranges into its cache. It returns at once; a thread asks."""
+        """Let a thread ask the system to read ranges into the page cache; return immediately."""
         self._background.submit(self._read_ahead, ranges, self._stops)
 
     def _read_ahead(self, ranges, stops):
@@ -221,7 +221,7 @@ class Reader:
                 files[fd].read_ahead(at, min(AHEAD_NBYTES, offset + nbytes - at))
 
     def give_way(self) -> None:
-        """Wait until the layer that waits for reads, if any, has them."""
+        """Wait while a layer waits for reads."""
         if (demand := self._demand) is not None:
             demand.acquire()
             with suppress(RuntimeError):  # after an exception in ``_end_demand`` it is free already

@@ -56,11 +56,11 @@ class Pairs:
 
 
 class Residency:
-    """Brings experts into slots, and knows for each layer which are there.
+    """Brings experts into slots, and knows for each layer which experts are there.
 
-    A layer asks for the experts of a call and gets them as they arrive (``bring``). It touches no
-    slot that it was not handed. This class decides when experts are read, also ahead;
-    ``SlotTable`` which are evicted.
+    A layer asks for a call's experts and gets them as they arrive (``bring``). The layer touches no
+    other slots. This class decides when experts are read, also ahead of a call; ``SlotTable``
+    decides which experts are evicted.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Residency:
         """Bring a call's experts into slots, and hand them over as they arrive.
 
         Each expert is read at most once and handed over once. The caller computes a part, or puts
-        its result into ``computed`` (results not evaluated yet), and then asks for the next one.
-        When it asks, the part's slots may be given to other experts.
+        its lazy result into ``computed``, and then asks for the next part. From then on the slots
+        of the first part may be given to other experts.
         """
         layer, needed = self.layers[i], pairs.needed
         layer.report()
@@ -93,7 +93,7 @@ class Residency:
         at_once = table.fits(needed) and missing <= layer.most
         if at_once and not missing and not layer.awaited:
             held, _ = layer.choose(needed)
-            # With every expert held, no call waits for its routing.
+            # Once all experts are held no call waits for its routing: read some more of them now.
             if some := layer.unread()[: self._top_k]:
                 layer.read(table.choose(some)[1])
             yield Arrived(held, layer.bank, is_all=True)
@@ -105,7 +105,7 @@ class Residency:
             if now:
                 order = order[len(now) :]
                 if computed and not layer.is_copied:
-                    mx.eval(computed)  # it reads slots that are about to be overwritten
+                    mx.eval(computed)  # lazy results read slots that are about to be overwritten
                 hits, misses = layer.choose(now, () if at_once else flying)
                 layer.begin(misses)
                 ready = {e: slot for e, slot in hits.items() if e not in flying}
@@ -115,7 +115,7 @@ class Residency:
             if ready or not layer.is_copied:
                 yield Arrived(ready or layer.land(), layer.bank, after=after)
             elif now and order and layer.host is None and len(layer.awaited) < 2:
-                continue  # begin to read the next ones before these are waited for
+                continue  # begin to read the next experts before waiting for these
             else:
                 group = layer.awaited[0]
                 if (copies := group.reads.in_graph()) is None:
@@ -130,11 +130,11 @@ class Residency:
     def prefetch(self, i: int, experts: Iterable[int], kept: Collection[int] = ()) -> None:
         """Begin to read experts, if all fit and no prefetch runs; ``kept`` ones are not evicted."""
         layer = self.layers[i]
-        layer.collect(())  # what the last call did not need
+        layer.collect(())  # experts read ahead that the last call did not need
         experts = layer.of_rank(experts)
         if layer.ahead or not layer.table.fits(experts):
             return
-        if len(self.layers) == 1:  # else other layers' calls evaluated its readers
+        if len(self.layers) == 1:  # else other layers' calls evaluated what reads the slots
             mx.eval(self._handover.pending)
         if slots := layer.table.reserve(experts, kept):
             layer.begin_ahead(slots)
@@ -172,7 +172,7 @@ class Residency:
         layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
-        """Wait for reads that the GPU waits for. If it raises, what the GPU computed is wrong."""
+        """Wait for reads that the GPU waits for. If this raises, what the GPU computed is wrong."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -204,22 +204,22 @@ class Residency:
         return_free_memory()
 
     def _room(self, layer, order, flying):
-        """How many experts of a long call to ask for next, while some are on their way."""
+        """Return how many experts of a long call to read next, with ``flying`` on their way."""
         few = len(layer.awaited) < 2 if layer.is_copied else layer.refills or not flying
-        held = sum(e in layer.table.slot_of for e in order)  # they come first
+        held = sum(e in layer.table.slot_of for e in order)  # held experts come first
         more = held + layer.most - (0 if layer.is_copied else flying)
         return max(0, min(layer.table.num_slots - flying, more)) if few else 0
 
     def _in_parts(self, layer):
-        """Whether a call whose experts fit is computed while its misses are read."""
+        """Whether a call whose experts fit is computed in parts, while its misses are read."""
         flying = sum(len(group.slots) for group in layer.awaited)
         is_worth_it = flying >= max(1, PART_NBYTES // layer.bank.expert_nbytes)
         return self._overlap and not layer.is_copied and is_worth_it
 
     def _all(self, layer, slots, size):
-        """Hand over all experts of a call; the GPU waits for those on their way, or this thread."""
+        """Return all experts of a call; the GPU, or else this thread, waits for their reads."""
         copies = None
-        # With a prefetcher the layer's table must be up to date before the next one.
+        # A prefetch needs an up-to-date table, so with a prefetcher the reads are finished here.
         if layer.is_copied and layer.awaited and not self.prefetches and size <= MAILBOX_SIZE:
             copies = layer.awaited[0].reads.in_graph()
         if copies is None:
@@ -241,15 +241,15 @@ class Residency:
     def _is_long(self, layer, pairs):
         """Whether a call of so many (token, expert) pairs needs most experts and so reads ahead.
 
-        Past the page cache it does not: so many reads are in flight that the disk is busy. On a GPU
-        it does not: prompts wait for Python there more than for the disk, and a thread that asks
-        for ranges holds Python up.
+        With reads past the page cache no call reads ahead: enough reads are in flight to keep the
+        disk busy. On a GPU no call does: prompts wait more for Python than for the disk, and a
+        thread that asks for ranges slows Python.
         """
         ahead = self._overlap and not self._reader.direct
         return ahead and pairs >= AHEAD_PAIRS * layer.num_owned
 
     def _read_ahead(self, layer, experts, nbytes):
-        """Ask the system to cache experts in no slot, at most so many bytes; return their bytes."""
+        """Ask the system to cache experts that have no slot, up to ``nbytes``; return the bytes."""
         experts = layer.missing(experts)[: max(0, nbytes // layer.bank.expert_nbytes)]
         self._reader.read_ahead(layer.bank.places(experts))
         return len(experts) * layer.bank.expert_nbytes
