@@ -137,8 +137,8 @@ class StreamConfig:
         "of one text, where the fast kernels compute the whole layer; lookahead gives this layer's "
         "hidden state to the next layer's router; oracle takes the experts of a recorded trace. "
         "auto: short calls alternate between router, or on a Mac's GPU lookahead, and none. The "
-        "faster stays, and both are tried again if memory or hits change. auto is none where "
-        "neither can be used, on CUDA, with ranks, with source host, with a slot for every expert.",
+        "faster stays, and both are tried again if memory or hits change. auto is none where neither "
+        "can be used, on CUDA, with ranks, with source host and with a slot for every expert.",
         metavar="WHICH",
         choices=("auto", "none", "router", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt
@@ -169,7 +169,7 @@ class StreamConfig:
     lazy_logits: bool = _option(
         False,
         "logits of a call of more than 64 tokens wait until somebody uses them",
-        "Generation uses no logits of a prompt: True saves memory and time, and the commands set it. "
+        "Generation uses no logits of a prompt, so True saves memory and time; commands set it. "
         "It matters with the fast kernels: logits that waited are computed by MLX's slow kernels "
         "and differ by rounding. A call of more than Plan.prompt_tokens tokens is divided, and the "
         "logits of all parts but the last always wait. For the resident model's bits at every "
