@@ -137,7 +137,7 @@ class StreamConfig:
         "of one text, where the fast kernels compute the whole layer; lookahead gives this layer's "
         "hidden state to the next layer's router; oracle takes the experts of a recorded trace. "
         "auto: short calls alternate between router, or on a Mac's GPU lookahead, and none. The "
-        "faster stays, and both are tried again if memory or hits change. auto is none where neither "
+        "faster stays, and both are tried again if memory or hits change. auto is none if neither "
         "can be used, on CUDA, with ranks, with source host and with a slot for every expert.",
         metavar="WHICH",
         choices=("auto", "none", "router", "lookahead", "oracle"),

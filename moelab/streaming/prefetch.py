@@ -1,8 +1,8 @@
 """Prefetching: a prefetcher guesses which experts this layer or the next one will need.
 
-They are read past the page cache at once, or by background threads after all reads that a layer
-waits for. Threads' reads that have not begun when the guessed layer is called are cancelled. A
-guess evicts experts of its layer, but none it names.
+Guessed experts are read at once past the page cache, or by background threads after all reads that
+a layer waits for. When the guessed layer is called, threads' reads that have not begun are
+cancelled. A guess evicts other experts of its layer, but none that it names.
 """
 
 from contextlib import suppress
@@ -22,12 +22,13 @@ from .session import Session
 from .trace import Trace
 from .trial import Trial
 
-# ``Router`` names the experts of a token that are so many times as probable as the first one that
-# the token would not take. (tiny-moe's held-out text, 16 of 64 slots: of those not held 0.84 are
-# then needed, and they are 0.61 of what has to be read; without this 0.71 and 0.76.)
+# ``Router`` names those of a token's experts that are so many times as probable as the likeliest
+# expert that the token does not take. (tiny-moe's held-out text, 16 of 64 slots: of the named ones
+# that are in no slot 0.84 are needed, and they are 0.61 of what has to be read; without this limit
+# 0.71 and 0.76.)
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
-# take the cores' time, a wrong one cost about twice what a right one gained (one run, n=4).
+# take the cores' time, a wrong guess cost about twice what a right one gained (one run, n=4).
 WORTH = 0.66
 
 
@@ -41,7 +42,7 @@ class Prefetcher:
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """Arrays for ``guess``, to evaluate with the routing of a layer, whose input is ``x``."""
+        """Arrays that ``guess`` needs, to evaluate with the routing of a layer with input ``x``."""
         return []
 
     def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
@@ -52,7 +53,7 @@ class Prefetcher:
 class Lookahead(Prefetcher):
     """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    A block of ``kernels`` has ``route``. Another is called with x, and its experts give the choice.
+    A block of ``kernels`` has ``route``. Any other is called with x; its experts note the choice.
     """
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
@@ -88,12 +89,12 @@ class Lookahead(Prefetcher):
 
 
 class Oracle(Prefetcher):
-    """Guesses the experts that a recorded trace names, until its last token: the upper bound."""
+    """Guesses the experts of a recorded trace, until its last token: the upper bound of guesses."""
 
     _rows, _next = (), 0
 
     def set_trace(self, trace: Trace) -> None:
-        """Guess by the decoded tokens of a trace of this model and prompt, from the first on."""
+        """Guess from now on by a trace of this model and prompt, from its first decoded token."""
         rows, L = trace.experts[trace.phase == "decode"], len(self._layers)
         if rows.shape[1] != L:
             raise ValueError(
@@ -112,10 +113,10 @@ class Oracle(Prefetcher):
 
 
 class Router(Prefetcher):
-    """Reads what a layer's own router names before the layer's attention or recurrence.
+    """Asks a layer's own router before attention or recurrence, and reads the experts it names.
 
-    A token's experts are named where they are ``SURE``. A layer whose router is wrong too often
-    before attention, as the first ones are, reads nothing.
+    A token's experts are named where they are ``SURE``. If a layer's early router is wrong too
+    often, as in the first layers, the layer reads nothing.
     """
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
@@ -129,14 +130,14 @@ class Router(Prefetcher):
             )
         self._top_k, E = layers[0].session.top_k, min(m.num_experts for m in layers)
         self.asks_early = min(2 * self._top_k, E)
-        # The first expert that a token would not take. If K is E, it takes all: all are sure.
+        # The rank of the first expert that a token does not take. If K is E all experts are sure.
         self._next, self._sure = min(self._top_k, E - 1), SURE if self._top_k < E else 0.0
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """The experts to read and those to keep, of the likeliest and their p ``[n, asks_early]``.
+        """Choose experts to read and to keep from the likeliest and their p ``[n, asks_early]``.
 
-        For each token its 2K likeliest are kept: they are not evicted.
+        The 2K likeliest experts of each token are kept, that is not evicted.
         """
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
@@ -144,7 +145,7 @@ class Router(Prefetcher):
         return [*named] if self._right[layer] >= WORTH else [], likely.ravel().tolist()
 
     def learn(self, layer: int, needed: set[int]) -> None:
-        """Learn what a call needed: which share of the last guesses, some ten, was right."""
+        """Learn from a call's experts which share of guesses is right (mean over some 16 calls)."""
         named, self._named[layer] = self._named[layer], ()
         if named:
             share = sum(e in needed for e in named) / len(named)
@@ -168,18 +169,18 @@ def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
 
 
 class Auto:
-    """Turns the prefetcher on and off from call to call, as a ``Trial`` says for its tokens.
+    """Turns the prefetcher on and off from call to call, by a ``Trial`` for each number of tokens.
 
-    What is timed is a short call itself, up to its last layer's experts: reads ahead change nothing
-    else, and what a caller does between two calls, as sampling or waiting, is left out.
+    A short call is timed up to its last layer's experts: reads ahead change nothing else. What a
+    caller does between two calls, such as sampling or waiting, is left out.
     """
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):
         self._residency, self._counting, self._starts = residency, counting, starts
-        self._trials, self._call = {}, None  # by the tokens of a call; what the running one began
+        self._trials, self._call = {}, None  # by tokens of a call; the running call's begin
 
     def begin(self, tokens: int) -> None:
-        """A call of the whole model begins."""
+        """Begin to time a call of the whole model."""
         self._call, counters = None, self._counting.now
         if tokens > FEW_TOKENS:  # a prompt: nothing is read early, and another text may follow
             for trial in self._trials.values():
@@ -193,7 +194,7 @@ class Auto:
         self._call = trial, counters, missing, perf_counter()
 
     def end(self) -> None:
-        """The call has ended without an exception."""
+        """Time the call, which has ended without an exception."""
         call, self._call = self._call, None
         if call is not None:
             trial, counters, before, begin = call

@@ -15,17 +15,17 @@ from .residency.bank import can_empty
 from .residency.residency import Residency
 
 LOOK_S = 0.05  # seconds between two looks at the free memory; one takes 0.2 ms
-# This much stays free: other programs may take it between two looks, and a prompt may take a little
-# more than is planned for it (without it a server of 900 MB was killed).
+# Bytes that stay free. Other programs may take them between two looks, and a prompt may take a
+# little more than planned. (Without this reserve a server of 900 MB was killed.)
 RESERVE_NBYTES = BESIDE_NBYTES // 2
-# Seconds between two looks at what is swapped; one takes 0.07 ms. Where bringing pages back takes
-# more than this share of the time, and as many go out again, fewer slots are faster.
+# Seconds between two looks at swapping; a look takes 0.07 ms. Where swapping in takes more than
+# this share of the time, and swapping out does too, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
-# A Mac counts the pages of all programs, and slots that were given back there stay away. So the
-# watch waits so many seconds more each time: a browser that opens costs a quarter of the slots.
+# A Mac counts the swapped pages of all programs, and slots given back there do not return. So then
+# the watch waits so many seconds more: a browser that opens costs just a quarter of the slots.
 SETTLE_S = 5.0
-# Slots that were given back because they were swapped are tried again, an eighth of them at a time,
-# after so many seconds without swapping, and after twice as many each time that it begins again.
+# Slots that were given back because of swapping are tried again, an eighth at a time, after so many
+# seconds without swapping. If a try makes the system swap again, the wait doubles.
 REST_S = 60.0
 # The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
 # 03 took 0.1 to 0.7.
@@ -37,19 +37,19 @@ class Room:
 
     A call of the model asks ``make`` how many tokens may be computed at once, divides its input by
     ``parts``, and sets ``tokens`` for each part. Without a plan the slots stay as the user chose
-    them. ``together``: other ranks compute the same calls, so these are divided by the plan's
-    number and no further.
+    them. With ``together`` other ranks compute the same calls, so calls are divided into parts of
+    ``Plan.prompt_tokens`` tokens and no further.
     """
 
     def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
         self._plan, self._residency, self._together = plan, residency, together
-        # ``slots`` there are from now on; fewer are in use while they lend memory to a prompt.
+        # ``slots`` remain from now on; fewer are in use while slots lend memory to a prompt.
         self.slots = self._in_use = slots
         self._warned = slots  # the slots that the last warning named
         self.tokens = 0  # the tokens of the last call, or part of one, that began
         self._look_s = 0.0  # when to look at the memory again
-        # A GPU's own memory is not swapped. Elsewhere no more than ``most`` slots are kept: fewer
-        # while pages are swapped, and all after a long rest.
+        # A GPU's own memory is not swapped. Elsewhere at most ``_most`` slots are kept: fewer while
+        # pages are swapped, and all after a long rest.
         self._is_swappable = can_empty() or mx.metal.is_available()
         self._most, self._rest_s, self._rest_until, self._tried = slots, REST_S, 0.0, False
         self._watch_s, self._swapped = 0.0, None
@@ -73,7 +73,7 @@ class Room:
         Slots are given back where memory got short since ``plan`` chose them. On a Linux CPU
         (``can_empty``) slots also lend their memory to a prompt, and slots that were given back are
         used again when there is memory for them. If there is too little even with K slots in each
-        layer, it raises ``MemoryError``.
+        layer, this raises ``MemoryError``.
         """
         plan, now = self._plan, perf_counter()
         if plan is None:
@@ -85,7 +85,7 @@ class Room:
         self._look_s = now + LOOK_S
         self._watch(now)
         slots = self.slots
-        if is_prompt:  # slots stay lent in a prompt's last part
+        if is_prompt:  # lent slots stay lent in a prompt's shorter last part
             slots = min(slots, self._in_use, plan.slots_beside(step))
         needs = partial(plan.call_nbytes, caches=caches, is_first=not self.tokens)
         free, _ = memory_now()
@@ -94,7 +94,7 @@ class Room:
             mx.clear_cache()  # memory that a prompt left free may be enough
             return_free_memory()
             free, _ = memory_now()
-        # Where slots cannot lend their memory, that of a prompt stays free while it decodes.
+        # Where slots cannot lend memory, a prompt's memory stays free while tokens are decoded.
         self._keep(self._fitting(needs(1 if can_empty() else step) + RESERVE_NBYTES, free))
         fitting = self._fitting(taken, free)
         self._use(max(self._least, min(self.slots, slots, fitting)))
@@ -118,10 +118,10 @@ class Room:
         return (self._residency.nbytes + free - nbytes) // self._plan.facts.slot_nbytes
 
     def _keep(self, fitting):
-        """Set how many slots there are from now on, if so many fit, and warn if they are fewer."""
+        """Set how many slots there are from now on, if ``fitting`` fit; warn if they get fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
-        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that they can stay
+        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that new ones stay
         fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         warned = kept if kept > slots else self._warned
@@ -140,13 +140,13 @@ class Room:
         )
 
     def _watch(self, now):
-        """Lower the most slots that are kept while they are swapped; raise it after a long rest."""
+        """Lower ``_most`` while slots are swapped, and raise it after a long rest."""
         if not self._is_swappable or now < self._watch_s:
             return
         seconds, self._watch_s = now + WATCH_S - self._watch_s, now + WATCH_S
         before, self._swapped = self._swapped, swapped_s()
         both = zip(before, self._swapped) if before and self._swapped else ()
-        # If pages come back and none go out, a program goes on after a pause: nothing is short.
+        # If pages come back and none go out, a program goes on after a pause: memory is not short.
         if min((b - a for a, b in both), default=0) > SWAPPED_SHARE * seconds:
             slots = min(self._most, self.slots)
             most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))
@@ -173,6 +173,7 @@ class Room:
         self._residency.resize(slots)
 
     def _no_room(self, nbytes, most):
+        """Return the error of a call that does not fit beside the fewest slots."""
         self._look_s = 0.0
         slots = self._plan.facts.slot_nbytes * self._in_use
         held = self._residency.nbytes
@@ -185,7 +186,7 @@ class Room:
     def look_in_prompt(self) -> None:
         """Where ``can_empty``, give slots back if memory gets short between a prompt's layers.
 
-        If there is too little even with K slots in each layer, it raises ``MemoryError``.
+        If there is too little even with K slots in each layer, this raises ``MemoryError``.
         """
         if self._plan is None or self.tokens <= FEW_TOKENS or not can_empty():
             return
@@ -193,7 +194,7 @@ class Room:
             return
         self._look_s = now + LOOK_S
         facts = self._plan.facts
-        # What the prompt takes and frees in a layer, or for the logits after the last one.
+        # What the prompt takes and frees in a layer, or for the logits after the last layer.
         in_layer = max(IN_LAYER_SHARE * facts.token_nbytes, facts.token_logits_nbytes)
         nbytes = int(self.tokens * in_layer)
         self._watch(now)

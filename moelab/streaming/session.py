@@ -29,8 +29,8 @@ from .residency import host
 from .residency.residency import Residency
 from .room import Room
 
-# Tokens. A prompt of so many is long: when decoding begins after it, free memory is returned to the
-# system, which takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
+# Tokens. When decoding begins after a prompt of so many or more, free memory is returned to the
+# system. This takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
 
 
@@ -68,9 +68,9 @@ class Session:
         self.lock = threading.RLock()  # held during every call of the model
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
-        self._error = None  # that exception, with ranks
-        self._prompt_tokens = 0  # since a token was decoded
-        self._caches = []  # those of the prompt that is being computed
+        self._error = None  # the exception of that call, with ranks
+        self._prompt_tokens = 0  # a prompt's tokens since the last decoded token
+        self._caches = []  # caches of the prompt that is being computed
         self._process = os.getpid()
         # The recorder gets the routing of every call while ``record`` runs.
         # ``auto`` turns the prefetcher on and off.
@@ -88,7 +88,7 @@ class Session:
         """Run the block as a call of the model, or of a layer by itself, one thread at a time."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
-        # Without layers nothing is read, and nobody would look for a Ctrl-C that is held back.
+        # Without layers (mode resident) nothing would look for a Ctrl-C that is held back.
         with self.lock, interrupts.held() if self.layers else nullcontext():
             try:
                 self._caller = threading.get_ident()
@@ -133,10 +133,10 @@ class Session:
             layer.probe = None
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
-        """Count a call of the whole model, or a part of one, for token ids ``[B, T]``.
+        """Begin a call of the whole model, or a part of one, for token ids ``[B, T]``.
 
-        A prompt's recurrent states in ``caches`` are evaluated layer by layer where MLX brings the
-        routing: until then each keeps its layer's whole input in memory.
+        Where MLX evaluates the routing, a prompt's recurrent states in ``caches`` are evaluated
+        with it, layer by layer: a lazy state keeps its layer's whole input in memory.
         """
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.tokens = inputs.size
@@ -177,7 +177,7 @@ class Session:
         handover, mailbox = self.handover, self.handover.mailbox
         if mailbox and indices.size <= MAILBOX_SIZE and not asked:
             mailbox.post(indices, *(handover.pending or [indices]))
-            # It comes first, because watching the mailbox keeps other threads from the GIL.
+            # Settle before ``collect``, whose polling keeps other threads from the GIL.
             self.residency.settle()
             routed = mailbox.collect(indices)
         else:
@@ -205,11 +205,11 @@ def session_of(model: nn.Module) -> Session:
 
 
 def stats(model: nn.Module, reset: bool = False) -> Stats:
-    """What the model has read since it was loaded or reset.
+    """What the model's calls have cost since it was loaded or its counters were reset.
 
     Args:
         model (nn.Module): From ``moelab.load``.
-        reset (bool): Start again from zero.
+        reset (bool): Start the counters again from zero.
 
     Returns:
         Stats: ``prefill`` and ``decode`` counters.
@@ -222,7 +222,7 @@ def stats(model: nn.Module, reset: bool = False) -> Stats:
 
 
 def recurrent_states(caches: list) -> Iterator[list[mx.array]]:
-    """The arrays of recurrent caches. (Those of attention caches are evaluated with the logits.)"""
+    """The arrays of recurrent caches. (Attention caches are evaluated with the logits.)"""
     for c in leaves(caches):
         if isinstance(c, ArraysCache):
             yield [a for a in c.cache if a is not None]

@@ -1,8 +1,8 @@
 """Asynchronous reads past the page cache: the thread that begins them goes on meanwhile.
 
-Linux makes them without a thread (``io_submit``; ``io_uring`` gained nothing over it). The bytes
-land in the memory of their slots. Those of a file whose tensors begin at an odd byte are moved
-there by some bytes, when somebody asks whether they have arrived.
+Linux reads without a thread (``io_submit``; ``io_uring`` gained nothing over it). The bytes land in
+the memory of their slots. If a file's tensors begin at an odd byte, the bytes land beside their
+place, and are moved there when somebody asks whether they have arrived.
 """
 
 import ctypes
@@ -72,14 +72,14 @@ class Queue:
         return True
 
     def reap(self, wait: bool = False) -> None:
-        """Note which reads have ended; ``wait``: until at least one has."""
+        """Note which reads have ended; with ``wait``, wait until at least one has."""
         events = address_of(self._events)
         with self._lock:
             self._land(self._getevents, self._context, int(wait), events, DEPTH)
 
     def wait(self) -> None:
-        """Wait until nothing that was in flight is."""
-        # In a fork of the process no read ends: the queue is its parent's.
+        """Wait until all reads in flight have ended."""
+        # In a forked process no read ends: the queue belongs to the parent.
         for table, *_ in self._flying if os.getpid() == self._process else ():
             while pending(table):
                 self.reap()
@@ -112,7 +112,7 @@ class Flight:
     queue: Queue
     ranges: Ranges
     table: np.ndarray  # that ``Queue.begin`` was given
-    # Gets number, bytes and seconds when they have ended; 0 seconds if nobody waited for them.
+    # Gets the reads' number, bytes and seconds once they ended; 0 seconds if nobody waited.
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)
 
@@ -122,7 +122,7 @@ class Flight:
         return [Flight(self.queue, self.ranges[r], self.table[r], self.count) for r in rows]
 
     def cancel(self) -> bool:
-        """Whether nothing is read any more: what is in flight cannot be called back."""
+        """Return False: reads in flight cannot be cancelled."""
         return False
 
     def done(self) -> bool:
@@ -146,7 +146,7 @@ class Flight:
             waited = True
         now, counted_s = time.perf_counter(), self.queue.counted_s
         check_unchanged(self.ranges.files.values())
-        # Reads that are in flight together are not counted twice.
+        # The time of reads that are in flight together is not counted twice.
         took_s = now - max(self.begin, counted_s) if waited else 0.0
         self.count(len(nbytes), sum(nbytes), took_s)
         if waited:
@@ -155,10 +155,10 @@ class Flight:
 
 
 class _Rows(TableCode):
-    """Code that knows ``Queue``'s rows."""
+    """Code that loads the rows that ``Queue.begin`` makes."""
 
     def row(self, rows, i):
-        """The row of the table, where its first byte lands, and the bytes that have to come."""
+        """Load row i: the table's row, where its first byte lands, and the bytes that must come."""
         row, place, needed = self.fields(rows, self.mul(i, 3), 0, 1, 2)
         return self.pointer(row, I64), place, needed
 
@@ -166,7 +166,7 @@ class _Rows(TableCode):
 class _Send(_Rows):
     """Writes ``run(number of io_submit, context, n, addresses of iocbs, rows)``.
 
-    It begins reads and marks them as pending in one call, so that no interrupt comes between.
+    The code begins reads and marks them as pending in one call, so that no interrupt comes between.
     """
 
     def write(self):
@@ -183,7 +183,7 @@ class _Send(_Rows):
 class _Land(_Rows):
     """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
 
-    It takes the events and brings their bytes to their place in one call, so that no interrupt
+    The code takes the events and moves their bytes to their place in one call, so that no interrupt
     comes between.
     """
 
@@ -195,7 +195,7 @@ class _Land(_Rows):
         def one(i, _):
             data, got = self.fields(events, self.mul(i, 4), 0, 2)
             row, place, needed = self.row(self.pointer(data, I64), I64(0))
-            # The end of a file may be in the last page.
+            # Fewer bytes than whole blocks come if the file ends in the last block.
             self.land(row, place, self.b.icmp_signed(">=", got, needed))
 
         self.loop(I64(0), n, 1, one)

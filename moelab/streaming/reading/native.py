@@ -1,4 +1,4 @@
-"""Native code that reads many ranges in one call of Python, so the GIL is released once.
+"""Native code that reads many ranges in one call from Python, which releases the GIL once.
 
 It needs llvmlite; without it ``read_ranges`` loops in Python.
 """
@@ -25,27 +25,27 @@ from ...kernels.code import I32, I64, Code
 #   ROOM            the address of memory where the range's whole blocks may land; 0: there is none
 #   GOT             how many bytes came; negative if the read failed or has not ended
 COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
-# This flag (Linux) reads what is in the page cache and does not wait for the disk. Linux begins to
-# read the rest of the range into the page cache.
+# With this flag (Linux) a read takes what is in the page cache and does not wait for the disk.
+# Linux then begins to read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 PREADV = "preadv2" if NOWAIT else "preadv"
-# Bytes. Below this another thread takes longer to begin than a copy from the page cache takes.
+# Bytes. For fewer, another thread takes longer to begin than the copy from the page cache takes.
 SHARED_NBYTES = 2 * 1024 * 1024
-# Bytes. A read past the page cache begins and ends at multiples of what ``alignment`` says, in
-# memory, too. A range that has no room for whole blocks in its slot goes through a buffer of the
-# thread, at multiples of ``ALIGNED``; if it is longer than the buffer, through the page cache.
+# Bytes. A read past the page cache begins and ends at multiples of ``alignment``, in the file and
+# in memory. A range whose slot has no room for whole blocks goes through a buffer of the thread, at
+# multiples of ``ALIGNED``. A range longer than the buffer goes through the page cache.
 ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
-# Linux's numbers for ``statx``: a path from here, the mask and the place of the alignments (6.1).
+# Linux's numbers for ``statx`` (6.1): relative path, mask, bytes of the result, alignments' place.
 AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 
 
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
-    """Read all ranges of a table, ``[n, len(COLUMNS)]`` int64, and say whether all bytes came.
+    """Read all ranges of a table, ``[n, len(COLUMNS)]`` int64; return whether all bytes came.
 
-    It goes on after a read that fails. ``GOT`` is filled in. With ``flags`` all cores read, since a
-    copy from the page cache keeps a core busy. Else ``arrived``, the address of a uint32, is set to
-    1 if all bytes came.
+    A failed read does not stop the others. Column ``GOT`` is filled in. With ``flags`` all cores
+    read a large table, since a copy from the page cache keeps a core busy. Else ``arrived``, the
+    address of a uint32, is set to 1 if all bytes came.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
@@ -58,7 +58,7 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
 
 
 def read_direct(table: np.ndarray) -> None:
-    """``read`` past the page cache, by ``File.direct`` descriptors; ``GOT`` is -1 if it failed."""
+    """Read ranges past the page cache, by ``File.direct`` descriptors; ``GOT`` -1: failed."""
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
         buffer = _buffers.own = huge_pages(BUFFER_NBYTES)
@@ -67,9 +67,9 @@ def read_direct(table: np.ndarray) -> None:
 
 @cache
 def alignment(path: str) -> int:
-    """What places in a file and in memory must be multiples of to read it past the page cache.
+    """The alignment that reads past the page cache need, in the file and in memory, in bytes.
 
-    0 where the file system cannot; ``ALIGNED`` where it does not say.
+    0 where the file system has no such reads; ``ALIGNED`` where it does not say.
     """
     statx, found = getattr(ctypes.CDLL(None), "statx", None), bytearray(STATX_NBYTES)
     if statx is None or statx(
@@ -117,7 +117,7 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
         return None
     try:
         writer = kind()
-        return writer.link(writer.compile())  # not kept on disk: the key covers only kernels/
+        return writer.link(writer.compile())  # not cached on disk: its key covers only kernels/
     except (OSError, RuntimeError):
         return None
 
@@ -125,17 +125,17 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
 class TableCode(Code):
     """Code that reads the rows of a table of reads."""
 
-    num = 5  # of the arguments
+    num = 5  # how many arguments
 
     def __init__(self):
         super().__init__(self.num, 8)
 
     def fields(self, pointer, at, *places):
-        """The numbers of 64 bits at some places behind a pointer's ``at``-th."""
+        """Load the 64-bit numbers at a pointer's indices ``at`` + ``places``."""
         return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
 
     def land(self, row, place, arrived):
-        """If a row's bytes have arrived at ``place``, move them to its iovecs; fill in GOT."""
+        """Move a row's bytes, if they arrived at ``place``, to the row's iovecs; fill in GOT."""
         iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
         iovecs, memmove = self.pointer(iov, I64), self.libc("memmove", I64, I64, I64)
 
@@ -198,7 +198,7 @@ class _DirectLoop(TableCode):
             # A range that does not fit into the buffer reads 0 bytes, so it counts as missing.
             whole = b.select(b.icmp_signed("<=", whole, size), whole, I64(0))
             got = b.call(pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
-            # The end of a file may be in the last page.
+            # Fewer bytes than ``whole`` come if the file ends in the last block.
             self.land(row, b.add(buffer, before), b.icmp_signed(">=", got, needed))
 
         self.loop(I64(0), n, 1, row)

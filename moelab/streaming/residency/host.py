@@ -1,9 +1,9 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-This is for a machine whose host has memory for all experts and whose GPU has not. In a call of no
-more (token, expert) pairs than slots the kernel looks up the slots, evicts the least recently used
-experts for those in no slot, and copies these over the bus: a token is computed without waiting for
-the host. With another policy than ``lru``, or while routing is recorded, the host chooses slots.
+This is for a machine whose host has memory for all experts and whose GPU has not. In a call of at
+most S (token, expert) pairs the kernel looks up the slots. It evicts the least recently used
+experts for the missing ones and copies these over the bus, so a token does not wait for the host.
+With another policy than ``lru``, or while routing is recorded, the host chooses slots.
 """
 
 from collections.abc import Iterator
@@ -146,14 +146,14 @@ def hold(layers: list[LayerSlots], reader: Reader) -> None:
 class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
-    Once ``slots`` was called only the GPU knows that; ``report`` tells the table. ``after`` is the
-    output of the layer's last call, computed from slots that the next call may fill.
+    Once ``slots`` was called, only the GPU knows what its slots hold; ``report`` updates the table.
+    ``after`` is the output of the layer's last call. The next call fills slots after it.
     """
 
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # ``Copy.flag`` says that the bytes arrived
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # all copies' ``flag``: bytes have arrived
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 
@@ -206,7 +206,7 @@ class HostExperts:
         return slots
 
     def start(self, slots: dict[int, int]) -> list[Begun]:
-        """Begin to copy experts into slots that the table chose; nothing is read."""
+        """Return the copies of experts into slots that the table chose; nothing is read."""
         address = self._memory.address
         flag, copies = address + self._num_experts * self._nbytes, []
         for e, slot in slots.items():
@@ -237,6 +237,7 @@ class HostExperts:
         self.after = mx.zeros(1)
 
     def _from_table(self):
+        """Return the kernel's state as the host's table says it."""
         E, S, table = self._num_experts, self._bank.num_slots, self._table
         state = np.zeros(E + 2 * S + 5, np.uint32)
         slot_of, expert_of, used = state[:E], state[E : E + S], state[E + S : E + 2 * S]

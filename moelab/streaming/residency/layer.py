@@ -17,11 +17,11 @@ from ..reading.reader import Reader, Threads
 from .bank import SlotBank, can_empty
 from .table import SlotTable
 
-# Bytes. On a CPU, experts are computed in parts of about so many bytes as they arrive, if so many
-# are read. It is large enough to be worth a wait, and small enough that computing one hides a read.
+# Bytes. On a CPU, a call that reads at least so many is computed in parts of about so many, as they
+# arrive. Such a part is worth a wait, and computing one part hides the read of another.
 PART_NBYTES = 2 * 1024 * 1024
-# Bytes. A prompt on a CPU has about so many in flight, so that the disk is busy while it computes;
-# where a GPU copies, a group has so many, and two groups have pinned memory at once.
+# Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while it computes.
+# Where a GPU copies, a group has 64 MB, and two groups have pinned memory at once.
 FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
 
 
@@ -31,8 +31,8 @@ class Arriving:
 
     slots: dict[int, int]  # expert to slot
     reads: Flight | Threads
-    counters: Counters | None = None  # of the prefetch that began them; None: of a layer's call
-    # Of a prefetch: those that the call does not need, and whether they had ended when it began.
+    counters: Counters | None = None  # of the prefetch that began the reads; None: a call did
+    # Of a prefetch: experts that the call does not need; whether reads still ran when it began.
     others: dict[int, int] = field(default_factory=dict)
     is_late: bool = False
 
@@ -63,11 +63,11 @@ class LayerSlots:
     def _take(self, slots):
         """Take memory for so many slots, and forget the present ones."""
         slots = min(slots, self.num_owned)
-        self.bank = self._slot_of_all = None  # memory is free before more is taken
+        self.bank = self._slot_of_all = None  # frees the old slots before new memory is taken
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, self._config.policy)
-        self.awaited = []  # what the running call waits for
-        self.ahead = []  # what is read before a call needs it
+        self.awaited = []  # reads that the running call waits for
+        self.ahead = []  # reads that began before a call needs them
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
@@ -97,7 +97,7 @@ class LayerSlots:
 
     @property
     def refills(self) -> bool:
-        """Whether a slot takes a later expert of a call as soon as its own is computed."""
+        """Whether a slot takes a later expert of a call once its present expert is computed."""
         return self._reader.direct and self.computes_at_once
 
     @property
@@ -129,7 +129,7 @@ class LayerSlots:
         self.table.recover()
 
     def report(self) -> None:
-        """Learn from the GPU what its slots hold, if only the GPU knows."""
+        """Update table and counters from the GPU, if only the GPU knows what slots hold."""
         if self.host is not None:
             stats = self._counting.stats
             for counters, (hits, misses) in zip((stats.prefill, stats.decode), self.host.report()):
@@ -166,6 +166,7 @@ class LayerSlots:
         self.ahead += self._groups(self._reader.start_ahead, slots, counters)
 
     def _groups(self, start, slots, counters=None):
+        """Begin reads into slots, in groups that can be waited for."""
         if self.host is not None:
             return [Arriving(slots, *start(slots))]
         slots, n = [*slots.items()], max(1, PART_NBYTES // self.bank.expert_nbytes)
@@ -175,14 +176,14 @@ class LayerSlots:
         return [Arriving(part, r, counters) for part, r in zip(parts, reads)]
 
     def land(self, everything: bool = False) -> dict[int, int]:
-        """Hold the awaited experts that have arrived; wait for the first ones, or for all."""
+        """Finish the groups that have arrived, at least the first; return the experts' slots."""
         ended = [g for g in self.awaited if everything or g.reads.done()] or self.awaited[:1]
         for group in ended:
             self.finish(group)
         return {e: slot for group in ended for e, slot in group.slots.items()}
 
     def finish(self, group: Arriving) -> None:
-        """Wait for experts on their way, and hold them from then on."""
+        """Wait for a group's reads, and hold its experts from then on."""
         begin = perf_counter()
         with self._counting.read_wait():
             try:
@@ -192,7 +193,7 @@ class LayerSlots:
                     raise
                 self.table.release(group.others.values())
                 group.others, took_s = {}, 0.0
-                # The second read of those that a call needs raises if it fails, too.
+                # Read what a call needs once more; this raises if it fails, too.
                 self._reader.read(self.bank.reads(group.slots))
         waited_s = perf_counter() - begin
         if group in self.awaited:
@@ -220,10 +221,10 @@ class LayerSlots:
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect(self, needed: Collection[int]) -> None:
-        """Take over what was read ahead of a call that needs some experts.
+        """Take over what was read ahead of a call that needs experts ``needed``.
 
         Reads that have not begun are cancelled. Needed experts that are still on their way are
-        awaited, and the table holds them already, so that none is evicted.
+        awaited. The table holds these already, so that they are not evicted.
         """
         if not self.ahead:
             return
