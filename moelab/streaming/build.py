@@ -1,9 +1,9 @@
 """Build mlx-lm's model as a ``StreamConfig`` asks for it, without reading any weights.
 
-A new family of mlx-lm with ``SwitchGLU`` or ``SwitchMLP`` modules (``moelab/experts.py``) needs its
-name for K in ``TOP_K_KEYS``, and its settings in ``tests/helpers/families.py``: the tests fail
-until they are there, then run it in every mode. If it is recurrent, see also ``RECURRENCES`` in
-``moelab/speculation/recurrence.py``.
+To add a family of mlx-lm with ``SwitchGLU`` or ``SwitchMLP`` modules (``moelab/experts.py``), put
+its name for K into ``TOP_K_KEYS`` and its settings into ``tests/helpers/families.py``. The tests
+fail until both are there, and then run the family in every mode. For a recurrent family see also
+``RECURRENCES`` in ``moelab/speculation/recurrence.py``.
 """
 
 from contextlib import ExitStack
@@ -38,7 +38,10 @@ def build_model(
     model_config: dict | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict, int]:
-    """mlx-lm's model with the top-k and type of ``config``, its configuration, and K (0: none)."""
+    """Build mlx-lm's model with ``config``'s top-k and type; also return its configuration and K.
+
+    K is 0 for a model without experts.
+    """
     given = {"library": config.library, "trust_remote_code": trust_remote_code}
     build = partial(mlx_lm_model, checkpoint, **given)
     own = {**checkpoint.config, **(model_config or {})}
@@ -77,7 +80,7 @@ def build_model(
 
 
 def _find_top_k(config, model):
-    """Where K stands, in config.json or else in the built model: (dictionary to set, key, K)."""
+    """Find K in config.json or else in the built model; return the dictionary to set, key and K."""
     text = config.get("text_config") or {}
     places = [(text, text), (config, config)]
     inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
@@ -92,7 +95,7 @@ def _find_top_k(config, model):
 
 
 def _most_chosen(checkpoint, model):
-    """The most experts that a router of the model chooses for a token; 0 if this cannot be seen."""
+    """Return the most experts that a router chooses for a token; 0 if a trial call shows none."""
     chosen = [0]
 
     def note(call, x, indices):
@@ -132,6 +135,7 @@ def _checked_top_k(checkpoint, config, model, found, always):
 
 
 def _cast(model, modules, config, dtype):
+    """Cast the model's floating parameters to a type, except those that keep their own."""
     keep = getattr(model, "cast_predicate", lambda name: True)
     taken = _half_scales(modules, config) if dtype == mx.float32 else ()
 
@@ -145,9 +149,9 @@ def _cast(model, modules, config, dtype):
 
 
 def _half_scales(modules, config):
-    """Names of streamed scales and biases in bfloat16, which the fast kernels take as they are.
+    """Return the names of streamed scales and biases that stay bfloat16 for the fast kernels.
 
-    They do so only where all of a layer's are bfloat16: a slot has one type for them.
+    All scales and biases of a layer must be bfloat16, since a slot has one type for them.
     """
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()

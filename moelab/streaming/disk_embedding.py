@@ -1,4 +1,4 @@
-"""Embedding tables that stay on disk: of an n-gram table, a token needs a few rows."""
+"""Embedding tables that stay on disk: a token needs only a few rows of an n-gram table."""
 
 from collections import OrderedDict
 from types import SimpleNamespace
@@ -14,14 +14,14 @@ from .reading.ranges import Ranges
 from .reading.reader import Reader
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-HOT_NBYTES = 64 << 20  # of a table's rows that were used last and stay in memory, with
-ROW_NBYTES = 200  # so many for each that Python takes
+HOT_NBYTES = 64 << 20  # a table's rows that were used last stay in memory, up to so many bytes
+ROW_NBYTES = 200  # bytes that Python takes beside each row in memory
 
 
 class DiskEmbedding(nn.Module):
-    """In place of an embedding of R rows, or of one whose rows are divided over shards.
+    """Replaces an embedding of R rows, or an embedding whose rows are divided over shards.
 
-    Until ``open`` its rows are 0: shapes and types are tried before anything is read.
+    Until ``open`` is called all rows are 0: shapes and types are tried before anything is read.
     """
 
     def __init__(self, shards: list[nn.Module], places: list[dict[str, Tensor]], dims: int):
@@ -40,12 +40,12 @@ class DiskEmbedding(nn.Module):
         return min(HOT_NBYTES, int(table.starts[-1]) * (table.row_nbytes + ROW_NBYTES))
 
     def open(self, reader: Reader, dtype: mx.Dtype) -> None:
-        """Read rows with a reader from now on, and compute in a type."""
+        """Read rows with ``reader`` from now on, and return them in ``dtype``."""
         self._table.open(reader)
         self._reader, self._dtype = reader, dtype
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """Give the rows ``[..., dims]`` of numbers ``[...]``, which are evaluated."""
+        """Return the rows ``[..., dims]`` of ``ids`` ``[...]``; the ids are evaluated."""
         if self._reader is None:
             return mx.zeros((*ids.shape, self._dims), self._dtype)
         rows, which = np.unique(np.array(ids), return_inverse=True)
@@ -57,7 +57,7 @@ class DiskEmbedding(nn.Module):
         return y[mx.array(which)].reshape(*ids.shape, self._dims)
 
     def _read(self, rows):
-        """The bytes ``[n, row]`` of distinct rows, which are in memory if they were used lately."""
+        """Return distinct rows' bytes ``[n, row]``, from memory if used lately, else from disk."""
         table, hot = self._table, self._hot
         cold = [row for row in rows if row not in hot]
         arrived = np.empty((len(cold), table.row_nbytes), np.uint8)
@@ -85,7 +85,7 @@ class _Places:
         self.files = {t.file: reader.open(t.file) for p in self.places for t in p.values()}
 
     def reads(self, rows, into):
-        """What ``Ranges.of`` takes, to read rows into memory ``[n, row_nbytes]``."""
+        """Yield what ``Ranges.of`` takes to read rows into memory ``[n, row_nbytes]``."""
         if not 0 <= rows[0] <= rows[-1] < self.starts[-1]:
             raise IndexError(f"expected rows from 0 to {self.starts[-1] - 1}, got {rows[-1]}")
         for row, memory in zip(rows, into):
@@ -108,13 +108,13 @@ class _Places:
 
 
 def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put a ``DiskEmbedding`` in the place of each table of more rows than the vocabulary has."""
+    """Replace each table that has more rows than the vocabulary by a ``DiskEmbedding``."""
     text = checkpoint.config.get("text_config") or checkpoint.config
     words = text.get("vocab_size") or checkpoint.config.get("vocab_size")
     inside = set()
     for path, module in sorted(model.named_modules(), key=lambda named: named[0]):
         shards = {path: module}
-        if [*module.children()] == ["shards"]:  # then the paths of its shards come after its own
+        if [*module.children()] == ["shards"]:  # in the order of paths, shards come after it
             shards = {f"{path}.shards.{i}": shard for i, shard in enumerate(module.shards)}
         if path in inside or not all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
             continue
@@ -123,7 +123,7 @@ def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:
             continue
         wanted = {f"{p}.{n}": a for p, s in shards.items() for n, a in s.parameters().items()}
         found = unchanged(model, checkpoint, wanted)
-        if found.keys() == wanted.keys():  # else its rows are not as they are on disk
+        if found.keys() == wanted.keys():  # else the model's rows differ from those on disk
             first = next(iter(shards.values()))
             dims = getattr(first, "dims", first.weight.shape[-1])
             places = [{n: found[f"{p}.{n}"] for n in s.parameters()} for p, s in shards.items()]

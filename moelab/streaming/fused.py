@@ -15,7 +15,7 @@ SORTED_ROWS = 64  # SwitchGLU sorts so many rows (token, expert pairs) or more b
 
 
 class FusedSwitchGLU(nn.Module):
-    """``SwitchGLU`` with gate and up in one projection ``[S, 2F, D]``: a ``gather_qmm`` less."""
+    """``SwitchGLU`` with gate and up in one projection ``[S, 2F, D]``: one ``gather_qmm`` less."""
 
     def __init__(self, gate_up_proj: nn.Module, down_proj: nn.Module, activation: nn.Module):
         super().__init__()
@@ -37,10 +37,10 @@ class FusedSwitchGLU(nn.Module):
 
 FastFusedSwitchGLU = kernels.with_mixin(kernels.ExpertsInModule, FusedSwitchGLU)
 
-# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even of a
-# shorter row, so it reads past the last row of inputs and of weights.
+# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more even if a
+# row is shorter, so it reads past the last row of inputs and of weights.
 TILES, TILE = 3, 64
-PADDING_NBYTES = 256  # behind the weights
+PADDING_NBYTES = 256  # bytes behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):
@@ -53,7 +53,7 @@ class PaddedLinear(QuantizedSwitchLinear):
 
 
 def give_room(module: nn.Module) -> None:
-    """Make projections too short for MLX's CUDA kernel ``PaddedLinear``, and pad their weights."""
+    """Turn projections too short for MLX's CUDA kernel into ``PaddedLinear``; pad their weights."""
     for linear in module.modules() if mx.cuda.is_available() else ():
         quantized = type(linear) is QuantizedSwitchLinear
         if quantized and linear.input_dims < TILES * max(TILE, linear.group_size):

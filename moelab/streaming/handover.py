@@ -8,14 +8,14 @@ import numpy as np
 from .. import kernels
 from . import cuda
 
-# The most tokens of a batch, or of drafts with the token before them. A call of more is a prompt:
-# its large outputs and states are evaluated on the way, its last logits may wait (``lazy_logits``),
-# and slots lend memory to it.
+# The most tokens of a decoding call: a token of each text of a batch, or a token and its drafts. A
+# call of more is a prompt: its large outputs and states are evaluated on the way, its last logits
+# may wait (``lazy_logits``), and slots lend memory to it.
 FEW_TOKENS = 64
 
 
 class Handover:
-    """Hands slots to MLX, by pinned memory if asked for and possible; knows what reads them."""
+    """Hands slot numbers to MLX, by pinned memory if asked and possible; knows what reads slots."""
 
     def __init__(self, through_pinned: bool):
         self.mailbox = cuda.Mailbox() if through_pinned and cuda.available() else None
@@ -25,7 +25,7 @@ class Handover:
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[cuda.Copy] = ()
     ) -> mx.array:
-        """A uint32 array of the host's numbers; the GPU makes ``copies`` before they are used."""
+        """A uint32 array of the host's numbers; the GPU makes ``copies`` before its use."""
         if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
         return kernels.to_mlx(numbers)

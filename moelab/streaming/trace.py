@@ -11,7 +11,7 @@ from ..checkpoint import describe, regular_file
 
 FORMAT = 1  # version of the file's format
 MAX_EXPERTS = 1 << 16  # the most experts of a layer, whose ids are uint16
-# The file's members: the most bytes that each may unpack to, its kinds of dtype and dimensions.
+# The file's members: the most bytes that each may unpack to, its kinds of dtype, its dimensions.
 MEMBERS = {
     "experts.npy": (1 << 29, "iu", 3),
     "decode.npy": (1 << 23, "b", 1),
@@ -32,7 +32,7 @@ class Trace:
     Do not change it: what the replay computes from a trace is cached. Make another one.
     """
 
-    experts: np.ndarray  # [T, L, K] uint16 of every token in every layer, in the router's order
+    experts: np.ndarray  # [T, L, K] uint16: each token's experts in each layer, in router order
     phase: np.ndarray  # [T] of "prefill" (in a call with other tokens) or "decode"
     tokens: np.ndarray  # [T] token ids that went in; ``prefill.tokens`` are the prompt's
     num_experts: int = 0  # E; 0: one more than the largest expert id
@@ -105,7 +105,7 @@ class Trace:
         """Read a file that ``save`` wrote; ``TraceError`` if it is something else or damaged."""
         try:
             regular_file(Path(path))
-            trace = cls(**_read(path))  # which checks the range of the experts
+            trace = cls(**_read(path))  # the class checks the range of the experts
             trace.experts = trace.experts.astype(np.uint16)
             return trace
         except FileNotFoundError:

@@ -1,47 +1,49 @@
-"""Decides by measured times whether to prefetch; without numpy, as a token may take 4 ms."""
+"""Decides by measured times whether to prefetch, without numpy: a token may take only 4 ms."""
 
 from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# In any ``WINDOW`` calls in a row the slower side may cost the time of so many calls. The trial
-# knows the cost from its own measures, which at first are often too low: with 0.8 the true cost was
-# 0.3 to 1.1 calls, the mean of each of eight simulated regimes.
+# In any ``WINDOW`` calls in a row, trying the slower side may cost the time of ``COST`` calls. The
+# trial estimates the cost from its own measures, which are often too low at first: with 0.8 the
+# true cost was 0.3 to 1.1 calls (means of eight simulated regimes).
 WINDOW, COST = 128, 0.8
 SETTLE = 2  # calls that are not compared: they record programs, or follow a prompt
-# Pairs of calls that are compared, and the fewest that decide: a single call may be disturbed.
+# The most pairs of calls that are compared, and the fewest that decide, as one may be disturbed.
 MOST_PAIRS, LEAST_PAIRS = 64, 3
-SURE = 3.5  # standard errors; fewer are often wrong, as every pair is a look at the evidence
-# Calls between a decision and the next trial; twice as many each time that it decides the same.
+SURE = 3.5  # standard errors to decide; with fewer, tests after every pair are often wrong
+# Calls between a decision and the next trial. They double, up to the second number, if the next
+# trial decides the same.
 AGAIN = 256, 4096
 MOST_LOG = 0.7  # a call that takes twice as long as its neighbour was disturbed
-# As if four pairs had been seen before, that differ by 15%: a few alike prove little.
+# The error is estimated as if four pairs that differ by 15% came before: few pairs prove little.
 PRIOR_PAIRS, PRIOR_DEVIATION = 4, 0.15
-KEEP = 0.98  # weight of what a missing expert costs, after each call
-MEAN_CALLS = 32  # of the experts that a call needs and no slot holds
-CHANGED = 0.5  # a change of that mean, as a share, after which all is tried again
+KEEP = 0.98  # each call weighs the older costs of missing experts by this
+MEAN_CALLS = 32  # calls in the mean of the missing experts (needed, in no slot)
+CHANGED = 0.5  # a change of that mean, as a share, after which a new trial begins
 
 
 class Trial:
     """Says for each call whether to prefetch (``on``): what takes less time stays.
 
-    Two calls in a row, one with and one without, are a pair; the second's kind begins the next one.
-    Their times are compared for equal numbers of missing experts, which differ from call to call.
+    Two calls in a row, one with prefetching and one without, are a pair. The next pair begins with
+    the second call's kind. Times are compared as if both calls had missed equally many experts.
     """
 
     def __init__(self, best: bool):
         self.on = self.best = best
-        self.gap = 0.0  # the logarithm of a call's time with, over that without
-        self._pairs = deque(maxlen=MOST_PAIRS)  # (logarithm, more missing experts with)
-        self._ends = deque()  # the calls that ended the last pairs
-        self._calls, self._next = 0, SETTLE  # so many were there; when to try
-        self._again, self._decided, self._was = AGAIN[0], False, None  # what was best then
+        self.gap = 0.0  # log(time of a call with prefetching / time of one without)
+        self._pairs = deque(maxlen=MOST_PAIRS)  # (a pair's log, more missing experts with)
+        self._ends = deque()  # the numbers of the calls that ended the last pairs
+        self._calls, self._next = 0, SETTLE  # calls so far; the call from which to try
+        # Calls until the next trial, whether this trial has decided, and the last decision.
+        self._again, self._decided, self._was = AGAIN[0], False, None
         self._first = self._last = None  # the pair's first call, and the last call
-        self._slopes = self._squares = 0.0  # of the time by the number of missing experts
-        self._missing = self._then = self._slots = None  # now, and at the trial's begin
+        self._slopes = self._squares = 0.0  # sums for the time that a missing expert costs
+        self._missing = self._then = self._slots = None  # mean now; mean, slots at the begin
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
-        """A call took so long, and ``missing`` of its experts were in no slot before."""
+        """Take in that a call took so long, with ``missing`` of its experts in no slot before."""
         self._calls += 1
         self._look(missing, slots)
         last, self._last = self._last, (log(seconds), missing, self.on)
@@ -63,7 +65,7 @@ class Trial:
         self.on = self.best
 
     def part(self) -> None:
-        """The next call is no neighbour of the last one: a prompt came between."""
+        """Do not compare the next call with the last one: a prompt came between."""
         self._first = self._last = None
         self._next = max(self._next, self._calls + SETTLE)
         self.on = self.best
@@ -80,13 +82,13 @@ class Trial:
             self._begin()
 
     def _begin(self):
-        """Begin a trial; what was best stays until it says otherwise."""
+        """Begin a trial; what was best stays until the trial decides otherwise."""
         self._pairs.clear()
         self._decided, self._then = False, self._missing
         self._next = min(self._next, self._calls)
 
     def _may_try(self):
-        """Whether a pair may begin: unless all is decided, or it would cost too much."""
+        """Return whether a pair may begin: not soon after a decision, nor if it costs too much."""
         if self._calls < self._next:
             return False
         if self._decided:
@@ -101,7 +103,7 @@ class Trial:
         """Estimate the gap; end the trial once it is sure or ``MOST_PAIRS`` were timed."""
         n, many = len(self._pairs), self._missing + 1
         slope = self._slopes / (self._squares + 0.1 * many * many)
-        slope = min(max(0.0, slope), 1 / many)  # reads take no more than all of the time
+        slope = min(max(0.0, slope), 1 / many)  # missing experts cost at most the whole time
         logs = [slower - slope * more for slower, more in self._pairs]
         if n > LEAST_PAIRS:
             middle = median(logs)
@@ -121,5 +123,5 @@ class Trial:
 
 
 def _difference(a, b):
-    """The logarithm of a call's time over another's, and how many more experts were missing."""
+    """Return log(a call's time / another's), and how many more experts the first call missed."""
     return min(max(a[0] - b[0], -MOST_LOG), MOST_LOG), a[1] - b[1]

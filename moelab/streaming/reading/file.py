@@ -11,7 +11,7 @@ from ...checkpoint import sample
 from ...system import HERE
 from . import native
 
-_byte = bytearray(1)  # for reads that only ask whether a byte is there
+_byte = bytearray(1)  # for reads that only ask whether a byte is in the page cache
 
 
 class ReadError(OSError):
@@ -41,7 +41,7 @@ class File:
             close()
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Ask the system to read a range into the page cache; some systems ignore it."""
+        """Ask the system to read a range into the page cache; some systems ignore this."""
         HERE.read_ahead(self.fd, offset, nbytes)
 
     def stat(self) -> tuple[int, int, int]:
@@ -73,8 +73,8 @@ class File:
     def changed(self) -> bool:
         """Whether the file was written since it was opened, as far as its size and times tell.
 
-        A write can put the mtime back, but not the ctime. If only that is another, ``sample``
-        decides: a write between its blocks is not noticed.
+        A program can set the mtime back, but not the ctime. If only the ctime differs, ``sample``
+        decides: a write between the sampled blocks is not noticed.
         """
         now = self.stat()
         if now != self.stamp and now[:2] == self.stamp[:2] and self._sample() == self._sampled:
@@ -82,6 +82,7 @@ class File:
         return now != self.stamp
 
     def _sample(self):
+        """Read samples of the file's bytes, to notice a change."""
         try:
             return sample(self.fd)
         except OSError as e:

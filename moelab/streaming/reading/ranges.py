@@ -13,16 +13,16 @@ from . import native
 from .file import File, ReadError
 from .native import COLUMNS, COUNT, EXPERT, FD, GOT, IOV, NBYTES, OFFSET, ROOM, TENSOR
 
-PIECE_NBYTES = 2 * 1024 * 1024  # bytes of a range that ``Ranges.moved`` does not divide
+PIECE_NBYTES = 2 * 1024 * 1024  # ``Ranges.moved`` divides a range of more bytes
 
 
 @dataclass(eq=False)
 class Ranges:
-    """Reads, as a table for native code."""
+    """A table of reads for native code."""
 
     table: np.ndarray  # ``[n, len(native.COLUMNS)]`` of int64
     files: Mapping[int, File]  # the file of each descriptor
-    tensors: Sequence[str]  # the name of each tensor's number
+    tensors: Sequence[str]  # the tensors' names, by their number in column ``TENSOR``
     may_copy: bool = False  # whether a GPU may copy the bytes to where they belong
     align: int = native.ALIGNED  # what the places of whole blocks are multiples of
     kept: Any = None  # must live as long as the table, which has addresses in it
@@ -56,7 +56,7 @@ class Ranges:
         return int(self.table[:, NBYTES].sum())
 
     def moved(self, address: int) -> "Ranges":
-        """The same bytes, one behind the other from ``address`` on; long ranges are divided."""
+        """The same reads into memory from ``address`` on, in a row; long ranges are divided."""
         counts = -(-self.table[:, NBYTES] // PIECE_NBYTES)
         rows = np.arange(len(self)).repeat(counts)
         before = (np.arange(len(rows)) - (counts.cumsum() - counts)[rows]) * PIECE_NBYTES
@@ -96,14 +96,14 @@ class Ranges:
         return self[:0] if native.read(self.table, flags, arrived) else self.left(self.table)
 
     def left(self, table: np.ndarray) -> "Ranges":
-        """The ranges that were not read whole, by a table whose ``GOT`` is filled in."""
+        """The ranges that were not read whole, as column ``GOT`` of ``table`` says."""
         return self[np.flatnonzero(table[:, GOT] != table[:, NBYTES])]
 
 
 def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
     """Read ranges one after the other, in native code where there is some.
 
-    A range that native code has not read whole is read again here, and raises if that fails.
+    A range that native code has not read whole is read again here; this raises if it fails, too.
     ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """
     left = ranges.read_direct() if direct else ranges.read(arrived=arrived)
@@ -113,7 +113,7 @@ def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False
         views = [_view(*piece) for piece in _pieces(row)]
         try:
             got = os.preadv(file.fd, views, offset)
-            while 0 < got < nbytes:  # a signal interrupted it, or the kernel limits a read
+            while 0 < got < nbytes:  # a signal interrupted the read, or the kernel limits reads
                 more = os.preadv(file.fd, _after(views, got), offset + got)
                 if more == 0:
                     break

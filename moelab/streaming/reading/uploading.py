@@ -30,17 +30,17 @@ class Staging(cuda.Pinned):
 
 
 class Begun(Threads):
-    """The reads that one ``start`` began, and the copies of the bytes that they bring."""
+    """The reads that one ``start`` began, and the GPU's copies of their bytes."""
 
     def __init__(self, copies: Sequence[cuda.Copy] = (), memory: Staging | None = None):
         super().__init__([])
         self.copies, self.memory = [*copies], memory
-        self.is_in_graph = False  # whether a kernel that was built makes the copies
+        self.is_in_graph = False  # whether a kernel of MLX's graph makes the copies
 
     def in_graph(self) -> list[cuda.Copy] | None:
         """The copies that one kernel makes in place of ``finish``; None if one kernel cannot.
 
-        Call ``finish`` before the result is used: it raises if a read failed.
+        Call ``finish`` before the result is used: ``finish`` raises if a read failed.
         """
         self.is_in_graph = len(self.copies) <= cuda.MAX_COPIES and cuda.may_wait()
         return self.copies if self.is_in_graph else None
@@ -85,14 +85,14 @@ class UploadingReader(Reader):
         return [begun]
 
     def _wait(self):
-        """Wait until the GPU has copied all memory that a graph copies."""
+        """Wait until the GPU has made all copies of MLX's graph, and free their memory."""
         if self._copying:
             self._mailbox.wait()
             self._free += self._copying
             self._copying = []
 
     def _take(self, nbytes):
-        """The smallest free memory of so many bytes, or new memory."""
+        """Take the smallest free memory of at least so many bytes, or new memory."""
         large = [memory for memory in self._free if memory.nbytes >= nbytes]
         if not large:
             self._memory.append(Staging(nbytes, self.readers))
@@ -106,7 +106,7 @@ class UploadingReader(Reader):
             # Native code sets the flag without waiting for the GIL.
             self.read_here(ranges, memory.flag + 4 * i)
         finally:
-            memory.flags[i] = 1  # also after an error: the GPU waits for it
+            memory.flags[i] = 1  # also after an error: the GPU waits for the flag
 
     def finish(self, reads: list[Flight | Threads]) -> float:
         took_s = super().finish(reads)
@@ -128,7 +128,7 @@ class UploadingReader(Reader):
     def stop(self) -> None:
         super().stop()
         for memory in self._memory:
-            memory.flags[:] = 1  # the GPU waits for reads that were cancelled, too
+            memory.flags[:] = 1  # the GPU also waits for the flags of cancelled reads
         self._mailbox.forget()
         mx.synchronize()
         self._free, self._copying = self._memory.copy(), []

@@ -50,7 +50,7 @@ class SlotTable:
         return len(experts) + taken <= self.num_slots
 
     def waves(self, experts: list[int]) -> list[list[int]]:
-        """Divide distinct experts into waves that fit; held experts come first, before eviction."""
+        """Divide distinct experts into waves that fit; held ones first, before they are evicted."""
         experts = sorted(experts, key=lambda e: e not in self.slot_of)
         return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
@@ -78,7 +78,7 @@ class SlotTable:
         self.slot_of |= misses
 
     def reserve(self, experts: list[int], kept: Collection[int] = ()) -> dict[int, int]:
-        """Choose slots for experts not held, as far as there are; evict none of both kinds."""
+        """Choose slots, while they last, for experts not held; evict no ``experts`` or ``kept``."""
         return self._take([e for e in experts if e not in self.slot_of], {*experts, *kept})
 
     def release(self, slots: Iterable[int]) -> None:
@@ -97,6 +97,7 @@ class SlotTable:
         self.recover()
 
     def _count(self, experts):
+        """Count a use of each expert; scale all counts down before they get too large."""
         counts, self._one = self._counts, self._one / self._decay
         if self._one > LARGEST:
             self._one /= LARGEST
@@ -106,7 +107,7 @@ class SlotTable:
             counts[e] += self._one
 
     def _take(self, experts, needed):
-        """Take slots for experts that are not held: first free ones, then those of others."""
+        """Take slots for experts that are not held: first free slots, then evicted experts'."""
         more = len(experts) - len(self._free)
         for e in self._victims(needed, more) if more > 0 else ():
             self._free.insert(0, self.slot_of.pop(e))
