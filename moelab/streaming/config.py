@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of ``StreamConfig`` is for and takes, for the class's docstring and commands.
+    """What a field of ``StreamConfig`` is for and takes; the class and the commands show this.
 
     A field takes its default. It also takes one of ``choices``, or a whole number within
     ``bounds``; without both it takes True or False.

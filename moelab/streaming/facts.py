@@ -106,7 +106,7 @@ class ModelFacts:
     def dense_nbytes(self) -> int:
         """Bytes of the checkpoint that each token needs beside experts.
 
-        They are all but the table of embeddings, which in some models is the head too.
+        All tensors but experts and the table of embeddings count; a table that is the head counts.
         """
         experts = self.num_layers * self.num_experts * self.expert_nbytes
         return self.checkpoint_nbytes - experts - self.table_nbytes

@@ -106,7 +106,7 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # CUDA may compute these rows as one call, which ``Parts`` would not pad.
+            # CUDA may compute these rows as one call, which ``Parts`` does not pad: pad here.
             E = self.num_experts
             least = kernel_rows(flat.size, E, E, self.quantized)[0] if on_cuda() else 0
             pairs = np.append(mine, mine[-1:].repeat(max(0, least - len(mine))))

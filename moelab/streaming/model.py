@@ -89,7 +89,7 @@ class LoadedModel:
                 if not last:
                     mx.eval([c.state for c in cache])
                     return_free_memory()  # else the heap would grow a little with each part
-            # Another thread may compute the next token, and could not schedule these lazy arrays.
+            # Another thread may compute the next token, and it cannot schedule these lazy states.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 

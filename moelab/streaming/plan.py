@@ -44,7 +44,7 @@ GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. Nothing of a cgroup's
 # limit is left: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A chunk of a prompt has at least 32 tokens, if the context has. Where slots can lend their memory
+# A chunk of a prompt has at least 32 tokens (or the context). Where slots can lend their memory
 # to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere a chunk may take a
 # sixteenth of all memory or, if that is more, what 256 tokens need, since each chunk reads nearly
 # all experts; but it takes no more than half of the memory left for slots.
@@ -305,7 +305,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes that a plan fills: ``most.some``, or more if every expert or K need more.
+    """Return the bytes that a plan fills: ``most.some``, or more to fit all experts or K a layer.
 
     ``every`` and ``least`` are the bytes of these two beside the ``work`` of a prompt.
     """
@@ -319,7 +319,7 @@ def _filled(most, work, every, least):
 
 
 def _work(facts, context, taken, memory):
-    """Return a prompt's tokens computed at once, their bytes, and how many of these slots lend.
+    """Return a prompt's tokens computed at once, their bytes, and those bytes that slots lend.
 
     ``taken`` bytes of ``memory`` are for everything else, K slots in each layer included.
     """

@@ -135,9 +135,9 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Choose experts to read and to keep from the likeliest and their p ``[n, asks_early]``.
+        """Return experts to read and experts to keep, by the likeliest and p ``[n, asks_early]``.
 
-        The 2K likeliest experts of each token are kept, that is not evicted.
+        The 2K likeliest experts of each token are kept: not evicted.
         """
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False

@@ -198,7 +198,7 @@ class Ranks:
                 f"{path}: expected experts that compute in {dtype}, got {y.dtype}. Set "
                 "StreamConfig.dtype."
             )
-        # All ranks' blocks have one row more than the rank with the most pairs has pairs. A block's
+        # Each rank sends a block of n + 1 rows, where n is the most pairs of any rank. A block's
         # first row names the call and its routing, in numbers of 8 bits, which all types of
         # activations hold exactly.
         self._calls += 1
@@ -246,7 +246,7 @@ class Ranks:
         )
 
     def _look(self):
-        """Say that this rank waits for the others to load, or end it after too long a wait."""
+        """Say that this rank waits for the others to load, or end this process if they are late."""
         until, patience_s, me = self._until, self._patience_s, f"rank {self.rank} of {self.size}"
         if until is None:
             return

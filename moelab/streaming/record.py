@@ -41,7 +41,7 @@ class _Recorder:
 def replacing_indices(
     modules: list[nn.Module], replace: Callable, innermost: bool = False
 ) -> Iterator[None]:
-    """Call module i with ``replace(i, indices)`` in the block, but not when a prefetcher asks."""
+    """Call module i with ``replace(i, indices)`` in the block, unless a prefetcher asks it."""
 
     def call(i, module, original, x, indices):
         if getattr(module, "probe", None) is None:
@@ -89,7 +89,7 @@ def record(
     # A streamed layer hands the indices to the recorder itself.
     resident = [] if session.layers else [module for _, module in expert_layers(model)]
     try:
-        # Innermost, so that the routing is recorded that ``route_by`` puts in the router's place.
+        # Innermost: this records the routing that ``route_by`` puts in the router's place.
         with replacing_indices(resident, add, innermost=True):
             yield trace
     finally:

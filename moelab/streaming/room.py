@@ -21,8 +21,8 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Seconds between two looks at swapping; a look takes 0.07 ms. Where swapping in takes more than
 # this share of the time, and swapping out does too, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
-# A Mac counts the swapped pages of all programs, and slots given back there do not return. So then
-# the watch waits so many seconds more: a browser that opens costs just a quarter of the slots.
+# A Mac counts the swapped pages of all programs, and slots given back there do not return. So each
+# time the watch waits so many seconds more: a browser that opens costs just a quarter of the slots.
 SETTLE_S = 5.0
 # Slots that were given back because of swapping are tried again, an eighth at a time, after so many
 # seconds without swapping. If a try makes the system swap again, the wait doubles.

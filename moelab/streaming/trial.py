@@ -33,7 +33,7 @@ class Trial:
     def __init__(self, best: bool):
         self.on = self.best = best
         self.gap = 0.0  # log(time of a call with prefetching / time of one without)
-        self._pairs = deque(maxlen=MOST_PAIRS)  # (a pair's log, more missing experts with)
+        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, more missing experts with prefetching)
         self._ends = deque()  # the numbers of the calls that ended the last pairs
         self._calls, self._next = 0, SETTLE  # calls so far; the call from which to try
         # Calls until the next trial, whether this trial has decided, and the last decision.

@@ -111,7 +111,7 @@ class Flight:
 
     queue: Queue
     ranges: Ranges
-    table: np.ndarray  # that ``Queue.begin`` was given
+    table: np.ndarray  # the one that ``Queue.begin`` was given
     # Gets the reads' number, bytes and seconds once they ended; 0 seconds if nobody waited.
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)

@@ -58,7 +58,7 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
 
 
 def read_direct(table: np.ndarray) -> None:
-    """Read ranges past the page cache, by ``File.direct`` descriptors; ``GOT`` -1: failed."""
+    """Read ranges past the page cache by ``File.direct`` descriptors; a failed read's GOT is -1."""
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
         buffer = _buffers.own = huge_pages(BUFFER_NBYTES)
@@ -117,7 +117,7 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
         return None
     try:
         writer = kind()
-        return writer.link(writer.compile())  # not cached on disk: its key covers only kernels/
+        return writer.link(writer.compile())  # not cached on disk: a key covers only kernels/
     except (OSError, RuntimeError):
         return None
 

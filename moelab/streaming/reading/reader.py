@@ -54,7 +54,7 @@ class Threads:
 
 
 class Reader:
-    """Reads ranges of files with ``readers`` threads, and as many for background work."""
+    """Reads ranges of files with ``readers`` threads, and as many more for background work."""
 
     copies_in_graph = False  # whether the GPU copies the bytes read, as one of its operations
 

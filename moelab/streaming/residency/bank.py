@@ -174,7 +174,7 @@ class SlotBank:
 def slot_nbytes(
     path: str, parameters: dict[str, mx.array], located: dict[str, ExpertTensor]
 ) -> int:
-    """The bytes of a slot for ``parameters`` ``[E, ...]``, of which the ``located`` are read."""
+    """The bytes of a slot for ``parameters`` ``[E, ...]``; ``located`` has those that are read."""
     tensors = {n: located[f"{path}.{n}"] for n in parameters if f"{path}.{n}" in located}
     record = Record.of(tensors, parameters) if tensors else None
     alone = [p[0].nbytes for n, p in parameters.items() if record is None or n not in tensors]
@@ -268,7 +268,7 @@ def _tables(groups):
         for r in rows:
             to, stride, nbytes = r.ctypes.data, r.strides[0], r[0].nbytes
             if into[firsts[-1] :] and into[-1][1:3] == [to - into[-1][3], stride]:
-                into[-1][3] += nbytes  # it follows the part before it in each slot
+                into[-1][3] += nbytes  # this part follows the part before in each slot
             else:
                 into.append([at, to, stride, nbytes])
             at += nbytes
@@ -369,7 +369,7 @@ class _Buffer:
 
 
 class _Unwritten(io.BytesIO):
-    """A file with a header only: reads behind it succeed and leave their memory untouched."""
+    """A file with a header only: reads past the header succeed and leave memory untouched."""
 
     def readinto(self, memory):
         return super().readinto(memory) or len(memory)

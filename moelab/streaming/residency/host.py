@@ -122,7 +122,7 @@ def check(mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> None:
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
-    """Read all experts into each layer's ``host``; refuse converted ones, or too little memory."""
+    """Read all experts into each layer's ``host``; refuse converted experts or low memory."""
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
         raise ValueError(
@@ -147,7 +147,7 @@ class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
     Once ``slots`` was called, only the GPU knows what its slots hold; ``report`` updates the table.
-    ``after`` is the output of the layer's last call. The next call fills slots after it.
+    ``after`` is the output of the layer's last call. The next call fills slots once it is computed.
     """
 
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):

@@ -32,7 +32,7 @@ class Arriving:
     slots: dict[int, int]  # expert to slot
     reads: Flight | Threads
     counters: Counters | None = None  # of the prefetch that began the reads; None: a call did
-    # Of a prefetch: experts that the call does not need; whether reads still ran when it began.
+    # Of a prefetch: experts that the call does not need; whether the call began before reads ended.
     others: dict[int, int] = field(default_factory=dict)
     is_late: bool = False
 

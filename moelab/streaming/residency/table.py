@@ -1,7 +1,7 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
 To add a policy that weighs uses by their age, add a line to ``EVICTION``; ``StreamConfig.policy``
-says which one slots use. The replay tries other kinds as subclasses with their own ``_victims``
+says which policy slots use. The replay tries other kinds as subclasses with their own ``_victims``
 (Belady), which slots cannot use.
 """
 
@@ -11,8 +11,8 @@ from heapq import nsmallest
 from itertools import islice
 
 # The eviction policies. A use of an expert counts 1 at first; each later call of the layer
-# multiplies that by the number here. Of the experts held and not needed now, the one whose uses
-# count least is evicted, and of equal ones the least recently used. (Lee et al., LRFU, 2001.)
+# multiplies this by the policy's number. Of the experts held and not needed now, the one whose uses
+# count least is evicted; of equal ones, the least recently used. (Lee et al., LRFU, 2001.)
 EVICTION = {
     "lru": 0.0,  # least recently used
     "lfu": 1.0,  # least frequently used
@@ -29,7 +29,7 @@ class SlotTable:
     """Which expert is in which slot of one layer.
 
     Use it in three steps: ``hits, misses = table.choose(experts)``, read the missing experts into
-    the slots that it names, ``table.commit(misses)``. ``choose`` forgets the experts that it
+    the slots in ``misses``, ``table.commit(misses)``. ``choose`` forgets the experts that it
     evicts. If a read fails, ``release`` the slots of the missing experts, or call ``recover``; the
     experts in other slots stay.
     """
