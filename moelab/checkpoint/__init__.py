@@ -1,7 +1,7 @@
-"""A model folder: where each tensor lies in its safetensors files, and mlx-lm's model of it.
+"""A model folder: where each tensor lies in safetensors files, and mlx-lm's model of the folder.
 
-Headers are read and checked here, tensors are not. ``python -m moelab repack`` writes a second
-layout (``packed``), in which the experts of a layer have a file of their own.
+This package reads and checks headers, but reads no tensors. ``python -m moelab repack`` writes a
+second layout (``packed``), in which the experts of a layer have a file of their own.
 """
 
 # ruff: noqa: F401 (it hands them on)

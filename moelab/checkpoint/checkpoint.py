@@ -1,4 +1,4 @@
-"""A model folder: its files, their tensors and its configuration, and mlx-lm's model of it."""
+"""A model folder's files, tensors and configuration, and mlx-lm's model of the folder."""
 
 import os
 import sys
@@ -18,28 +18,28 @@ from . import vlm
 from .files import FOR_MLX, CheckpointError, read_json, readable, regular_file, sample, shorten
 from .headers import merge_headers, read_header, read_packed
 
-# Families' names for the number of layers. mlx-lm builds as many as config.json says.
+# The families' keys for the number of layers. mlx-lm builds as many layers as this key says.
 LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."
 )
-FORK_S = 2  # an idle stream that takes longer counts as one without its thread
-# The latest process that is no fork, or has MLX's threads; None in a child that may be a fork.
+FORK_S = 2  # if an idle stream takes longer to synchronize, its thread is missing
+# The id of a process that is known to have MLX's threads; None in a child that may be a fork.
 _computes = os.getpid() if parent_process() is None else None
 
 
 class Checkpoint:
     """The tensors of a model folder, each with its place on disk.
 
-    ``tensors`` are those of model*.safetensors, by name. ``packed`` are a repacked folder's
-    experts, by the path of the parameter in the model; else it is empty.
+    ``tensors`` are those of model*.safetensors, by name. ``packed`` are the experts of a repacked
+    folder, by the parameter's path in the model; for other folders ``packed`` is empty.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        # By file: what tells it from one that replaces it, and ``sample``.
+        # For each file: a stamp, which changes if the file is replaced, and its ``sample``.
         self.stamps, self.samples = {}, {}
         for entry in self.path.iterdir() if self.path.is_dir() else ():
             if entry.exists() and not entry.is_dir():
@@ -53,7 +53,7 @@ class Checkpoint:
                 + (", and these adapters as adapter_path." if adapters.exists() else ".")
             )
         for file in ("config.json", "generation_config.json", "hf_quant_config.json"):
-            if (self.path / file).exists():  # all that mlx-lm reads
+            if (self.path / file).exists():  # the configurations that mlx-lm reads
                 read_json(self.path / file)
         self.config = mlx_lm_utils.load_config(self.path)
         kind = "a DFlash draft" if "dflash_config" in self.config else None
@@ -65,7 +65,7 @@ class Checkpoint:
                 "Give the model that it was trained for, and this folder as its --draft."
             )
         self.files, layers = self._files(), sorted(self.path.glob("experts-*.safetensors"))
-        # Streaming opens each file, and again past the page cache; MLX opens model*.safetensors.
+        # Streaming opens each file twice (once past the page cache), MLX model*.safetensors once.
         allow_open(3 * len(self.files) + 2 * len(layers), self.path)
         plain = {file: read_header(file) for file in self.files}
         packed = {file: read_packed(file) for file in layers}
@@ -80,9 +80,9 @@ class Checkpoint:
         return experts + sum(t.nbytes for t in self.tensors.values())
 
     def check_unchanged(self, *others: Path) -> None:
-        """Raise if the weights, config.json or one of ``others`` were replaced since the start.
+        """Raise if the weights, config.json or one of ``others`` changed.
 
-        Or, by their samples, written over since the first call.
+        Stamps show a file replaced since the start, samples one written over since the first call.
         """
         packed = (file for tensor in self.packed.values() for file in tensor.files)
         for file in {*self.files, *packed, self.path / "config.json", *others}:
@@ -97,7 +97,7 @@ class Checkpoint:
                 )
 
     def _files(self):
-        """The files that mlx-lm reads; the index only says which of them must exist."""
+        """Return the weight files that mlx-lm reads; the index only says which files must exist."""
         files = sorted(self.path.glob("model*.safetensors"))
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
@@ -143,7 +143,7 @@ def check_fork() -> None:
     """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
     global _computes
     if os.getpid() != _computes:
-        stream = mx.default_stream(mx.cpu)  # a GPU's can be asked by its own thread only
+        stream = mx.default_stream(mx.cpu)  # only its own thread can synchronize a GPU's stream
         waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
         waits.start()
         waits.join(FORK_S)
@@ -153,18 +153,18 @@ def check_fork() -> None:
 
 
 def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
-    """The classes of a model and of its arguments in mlx-lm, mlx-vlm or (auto) who has them."""
+    """Return the classes of a model and its arguments, of the library that has them if ``auto``."""
     library = vlm.library_of(config) if library == "auto" else library
     return vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
 
 
 def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tuple[type, type]:
-    """These classes of a model and its arguments, for mlx-lm; ``sanitize`` adds ``more`` weights.
+    """Give a model's class a ``sanitize`` that adds ``more`` weights and refuses wrong scales.
 
-    It refuses scales that do not fit: mlx-lm could divide by 0, which ends the process.
+    With scales that do not fit, mlx-lm could divide by 0, which ends the process.
     """
     for name, field in getattr(args, "__dataclass_fields__", {}).items():
-        # check_config refuses a 0. Some families have truth values under such names.
+        # check_config refuses 0, but not False: some families have booleans under such names.
         if "group" in name and config.get(name) is False and "int" in str(field.type):
             raise ValueError(f"{name}: expected a number, got False")
 
@@ -187,13 +187,13 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
 
 
 def remedy(path: Path, config: dict) -> str:
-    """What to do with a folder that mlx-lm cannot load; names a format of another library."""
+    """Say what to do with a folder that mlx-lm cannot load; name another library's format."""
     text, key = config.get("text_config"), "quantization_config"
     said = config.get(key) or (text.get(key) if isinstance(text, dict) else None)
     if not said and (path / "hf_quant_config.json").exists():
         said = {"quant_method": "modelopt"}
     method = said.get("quant_method") if isinstance(said, dict) else None
-    # Of these, mlx-lm reads every form: such a folder is damaged.
+    # mlx-lm reads every form of these, so a folder that it cannot load is damaged.
     if "quantization" in config or method in (None, "bitnet", "mxfp4", "mxfp8"):
         return "Download it again."
     name = shorten(f"{method} {said.get('format') or ''}".strip(), 60)
@@ -205,7 +205,7 @@ def mlx_lm_model(
 ) -> tuple[nn.Module, dict]:
     """Build mlx-lm's model and its configuration. The weights are lazy: none is read.
 
-    With ``auto`` it is mlx-vlm's where that alone has the tensors' names.
+    With ``auto`` the model is mlx-vlm's if mlx-lm lacks the model type or the tensors' names.
     """
     check_fork()
     # mlx-lm globs the folder, and [brackets] in its name would be a pattern.
@@ -238,8 +238,8 @@ def mlx_lm_model(
             say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
             return built
         finally:
-            # The random weights that mlx-lm begins with are never evaluated, and the state of
-            # mx.random keeps 120 kB of their graph for each load until it is.
+            # mlx-lm's initial random weights are never evaluated. Until mx.random's state is
+            # evaluated, it keeps 120 kB of their graph for each load.
             mx.eval(mx.random.state)
 
 
@@ -252,7 +252,7 @@ def say(line: str) -> None:
 def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None) -> mx.array | None:
     """Call the model on two tokens, so that MLX checks types and shapes, and evaluate nothing.
 
-    One follows the other: for several at once some of mlx-vlm's blocks begin to evaluate.
+    Each token has a call of its own: some of mlx-vlm's blocks evaluate if they get several tokens.
     The logits are None if the family needs a kernel that this machine does not have.
     """
     with readable(f"{checkpoint.path}: cannot call the model of its config.json:"):

@@ -1,4 +1,4 @@
-"""A model folder's plain files, the errors of damaged ones, and how a new folder is written."""
+"""Reads a model folder's plain files, makes errors of damaged ones, and writes a new folder."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..interrupts import undone
 
 FOR_MLX = "Take a version made for MLX, or convert the original one with mlx_lm.convert."
-# ``sample`` reads so many blocks of this size: 2 ms on an SSD if they are not in the page cache.
+# ``sample`` reads this many blocks of this size: 2 ms on an SSD if the page cache lacks them.
 BLOCKS, BLOCK_NBYTES = 16, 4096
 SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
@@ -49,7 +49,7 @@ def readable(what: str, remedy: str = "Download it again.") -> Iterator[None]:
 
 
 def regular_file(file: Path) -> int:
-    """Size of a file; refuses what is not a regular one, as opening a FIFO would wait for ever."""
+    """Return a regular file's size; refuse other files, as opening a FIFO would wait for ever."""
     status = file.stat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{file}: expected a file, got {stat.filemode(status.st_mode)}.")
@@ -57,10 +57,10 @@ def regular_file(file: Path) -> int:
 
 
 def sample(fd: int) -> int:
-    """A checksum of blocks that are spread over an open file from its first byte to its last.
+    """Return a checksum of blocks spread over an open file, from its first byte to its last.
 
-    Whoever writes another file's bytes over it can put the mtime back. The ctime says less: chmod,
-    a link, and an attribute as Finder sets one change it, too.
+    A program that writes over a file can put the mtime back, so the mtime is not enough. The ctime
+    changes too often: also by chmod, a link, or an attribute such as Finder's.
     """
     last = max(0, os.fstat(fd).st_size - BLOCK_NBYTES)
     places = (last * i // (BLOCKS - 1) for i in range(BLOCKS))
@@ -68,7 +68,7 @@ def sample(fd: int) -> int:
 
 
 def read_json(file: Path, like: dict | None = None) -> dict:
-    """Read the JSON object in a file; it must have the parts of ``like``, each of its type."""
+    """Read the JSON object in a file; it must have the keys of ``like``, each with its type."""
     regular_file(file)
     with readable(f"{file}: not JSON:"):
         content = json.loads(file.read_bytes().decode())
@@ -77,7 +77,7 @@ def read_json(file: Path, like: dict | None = None) -> dict:
 
 
 def check_parts(value, like, where):
-    """Refuse a value that lacks parts of ``like``, or has numbers that no calculation takes."""
+    """Refuse a value that lacks parts of ``like``, or has a number that is NaN or too large."""
     kind = like if isinstance(like, (type, tuple)) else type(like)
     number = isinstance(value, (int, float))
     if not isinstance(value, kind) or (number and not abs(value) < 2**63):  # NaN, too
@@ -92,7 +92,7 @@ def check_parts(value, like, where):
 
 
 def check_writable(path: str | Path, what: str) -> None:
-    """Refuse, before the work for it, a file that could not be written; none is made."""
+    """Raise, before any work for a file, if it cannot be written; no file is made."""
     path = Path(path)
     parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
     try:
@@ -106,7 +106,7 @@ def check_writable(path: str | Path, what: str) -> None:
 
 @contextmanager
 def temporary_folder(prefix: str = "", parent: str | Path | None = None) -> Iterator[Path]:
-    """Yield a new folder, which is removed after the block, also if Ctrl-C ends a command there."""
+    """Yield a new folder, and remove it after the block, also if Ctrl-C interrupts the block."""
     folder = Path(parent or tempfile.gettempdir(), prefix + os.urandom(8).hex())
     with undone(partial(shutil.rmtree, folder, ignore_errors=True)):
         folder.mkdir(0o700)
@@ -115,9 +115,9 @@ def temporary_folder(prefix: str = "", parent: str | Path | None = None) -> Iter
 
 @contextmanager
 def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, tqdm]]:
-    """Yield a temporary folder beside ``out``, which gets this name when all of it is on disk.
+    """Yield a temporary folder beside ``out``, and rename it to ``out`` when all is on disk.
 
-    An exception removes it, a killed process leaves it. The progress bar counts ``nbytes``.
+    An exception removes the folder; a killed process leaves it. The progress bar counts ``nbytes``.
     """
     if os.path.lexists(out):
         raise FileExistsError(f"{out} exists already: remove it or name another folder")
@@ -150,7 +150,7 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
         _to_disk(parent)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(*filter(None, [nothing()])) from None
-    except (OSError, RuntimeError) as error:  # MLX's writes raise the last
+    except (OSError, RuntimeError) as error:  # MLX's writes raise RuntimeError
         if (words := nothing()) is None:
             raise
         raise OSError(f"{words}: {getattr(error, 'strerror', None) or error}") from error

@@ -1,4 +1,4 @@
-"""Reads safetensors headers: their package checks them, but does not say where tensors begin."""
+"""Reads safetensors headers. Their package checks them, but does not say where tensors begin."""
 
 import json
 import zlib
@@ -41,10 +41,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """Where one parameter of all E experts of a layer lies, each expert's part contiguous."""
+    """Where one parameter of a layer's E experts lies; each expert's part is contiguous."""
 
     name: str  # path in the model
-    files: list[Path]  # of each expert, ``[E]``; a ``Session`` has them opened
+    files: list[Path]  # each expert's file, ``[E]``; a ``Session`` opens them
     offsets: list[int]  # ``[E]``, each expert's first byte in its file
     nbytes: int  # of one expert
     shape: tuple[int, ...]  # of one expert
@@ -106,7 +106,7 @@ def packing_order(names: Iterable[str]) -> list[str]:
 
 
 def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
-    """A packed layer's JSON header; ``parameters``: names, dtypes, shapes in ``packing_order``."""
+    """Return a packed layer's JSON header; parameters are (name, dtype, shape) in packing order."""
     described, offset = [], 0
     for name, dtype, shape in parameters:
         described.append({"name": name, "dtype": dtype, "shape": list(shape), "offset": offset})
@@ -121,14 +121,14 @@ def packed_header(path: str, parameters: list[tuple], E: int) -> dict:
 
 
 def header_bytes(header: dict, align: int = 8) -> bytes:
-    """The first bytes of a safetensors file: its header, so that the data begins aligned."""
+    """Return a safetensors file's first bytes: the header, padded so that the data is aligned."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
-    """Where a repacked layer's experts lie in its file; version 0.1 wrote no checksum."""
+    """Read where a repacked layer's experts lie in its file; version 0.1 wrote no checksum."""
     tensors = read_header(file, "repack the model again")
     lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
     with readable(lies, "Repack the model again."):

@@ -1,8 +1,8 @@
-"""mlx-vlm's families, as text models that mlx-lm's loader, caches and generation take.
+"""Makes text models of mlx-vlm's families, for mlx-lm's loader, caches and generation.
 
-The model is mlx-vlm's own, without its vision and audio. Its experts become mlx-lm's modules, which
-compute the same, and so do its caches where mlx-lm has the kind: streaming, rollback and prompt
-cache files know one library. A new family needs no line here if its experts have a known shape.
+The model is mlx-vlm's own, without vision and audio. Its experts become mlx-lm's modules, which
+compute the same. Its caches become mlx-lm's where mlx-lm has the kind. So streaming, rollback and
+prompt cache files know one library. A family whose experts have a known shape needs no code here.
 """
 
 import inspect
@@ -27,22 +27,22 @@ TRIED = "0.7.10"  # the version of mlx-vlm that the tests run with
 DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
 # mlx-vlm's other dependencies are for images and audio: --no-deps leaves them out.
 INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
-PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # whose configurations are objects
+PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # their configurations are objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
-# Families of which a compiled function remembers the length of the first text of a process, so that
-# other lengths give other tokens (0.7.10). A process that loads one compiles nothing from then on.
+# In these families a compiled function keeps the length of a process's first text, so texts of
+# other lengths get wrong tokens (0.7.10). Loading one ends MLX's compiling in the process.
 COMPILED_ONCE = {"hy_v4"}
-# Families with another text than their authors' (0.7.10), and why.
+# Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
-# The shapes of experts: the names of the matrices ``[E, out, in]`` of a module. Two in one are gate
-# and up, in this order.
+# The known shapes of experts: the names of a module's matrices ``[E, out, in]``. Two in one are
+# gate, then up.
 SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 
 
 class TextModel:
     """Mixed into the class of an mlx-vlm model; ``library`` is the module of its family."""
 
-    batches = False  # its blocks ask mlx-lm's caches of several texts for what these cannot do
+    batches = False  # its blocks need what mlx-lm's caches of several texts cannot do
 
     def __init__(self, args: SimpleNamespace):
         super().__init__(args.config)
@@ -50,14 +50,14 @@ class TextModel:
             held = child.modules() if isinstance(child, nn.Module) else ()
             if isinstance(child, ARRAYS) and not any(m is self.language_model for m in held):
                 del self[name]
-                object.__setattr__(self, name, child)  # ``sanitize`` may ask it, nothing reads it
+                object.__setattr__(self, name, child)  # for ``sanitize``; its weights are not read
         found = [(path, _experts(m)) for path, m in self.named_modules()]
         self.update_modules(tree_unflatten([(path, m) for path, m in found if m is not None]))
 
     def __call__(self, inputs: mx.array, cache: list | None = None, **kwargs: Any) -> mx.array:
         """Compute the logits ``[B, T, V]`` of token ids ``[B, T]``."""
         model = self.language_model
-        if hasattr(model, "_rope_deltas"):  # what the last text, or an image in it, left
+        if hasattr(model, "_rope_deltas"):  # left by the text or image before
             model._position_ids, model._rope_deltas = None, mx.zeros((len(inputs), 1), mx.int32)
         for c in leaves(cache or ()):
             if type(c) is caches.ArraysCache:
@@ -87,7 +87,7 @@ class TextModel:
 
         def predicate(path, module):
             said = own(path, module)
-            # mlx-vlm's word for rows that have no whole groups of the usual size.
+            # mlx-vlm's key for rows that the usual group size does not divide.
             least = said.get("fallback_group_size") if isinstance(said, dict) else None
             return said if least is None else {"group_size": least, "bits": 4, "mode": "affine"}
 
@@ -110,7 +110,7 @@ class TextModel:
 
 
 def _experts(module):
-    """Make mlx-lm's experts of a module that has their shape; None if it has no experts."""
+    """Return mlx-lm's module for mlx-vlm's module of experts; None if it has no experts."""
     matrices = {n: m for n, m in module.children().items() if hasattr(m, "num_experts")}
     matrices = {n: m for n, m in matrices.items() if "weight" in m and m.weight.ndim == 3}
     if not matrices:
@@ -133,14 +133,14 @@ def _experts(module):
 
 @cache
 def _states():
-    """mlx-lm's class of recurrent states, with the methods that mlx-vlm's blocks call."""
+    """Return mlx-lm's class of recurrent states, with the methods that mlx-vlm's blocks call."""
     theirs = import_module("mlx_vlm.models.cache").ArraysCache
     methods = {name: getattr(theirs, name) for name in ("update_window", "update_recurrent")}
     return type("ArraysCache", (caches.ArraysCache,), {"history_capacity": 0} | methods)
 
 
 def _ours(cache):
-    """Make mlx-lm's cache of an empty one of mlx-vlm's, if it has the kind."""
+    """Return mlx-lm's cache for an empty one of mlx-vlm; the same cache if mlx-lm lacks its kind."""
     kind = type(cache).__name__ if type(cache).__module__ == "mlx_vlm.models.cache" else ""
     match kind:
         case "KVCache":
@@ -157,13 +157,13 @@ def _ours(cache):
 
 
 def leaves(given: Iterable) -> Iterator:
-    """The caches in a list, with those of a ``CacheList`` in its place."""
+    """Yield the caches in a list; for a ``CacheList`` yield the caches in it."""
     for c in given:
         yield from leaves(c.caches) if isinstance(c, caches.CacheList) else [c]
 
 
 def classes(config: dict[str, Any]) -> tuple[type, Any]:
-    """The classes of a text model and of its arguments, for mlx-lm's ``load_model``."""
+    """Return the classes of a text model and its arguments, for mlx-lm's ``load_model``."""
     kind = config.get("model_type")
     if find_spec("mlx_vlm") is None:
         raise CheckpointError(
@@ -194,7 +194,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
         mx.disable_compile()
 
     def from_dict(_):
-        own = dict(given)  # some families add their text's part
+        own = dict(given)  # some families' code adds the text's part to it
         made = library.ModelConfig.from_dict(own)
         return SimpleNamespace(config=update(made, library, own, PARTS))
 
@@ -203,7 +203,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def library_of(config: dict[str, Any]) -> str:
-    """The library that has a model type: mlx-lm, else mlx-vlm. CheckpointError: neither has it."""
+    """Return the library that has a model type, mlx-lm first. CheckpointError: neither has it."""
     kind = str(config.get("model_type"))
     known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config or _has("mlx_lm", "models", known):
@@ -220,7 +220,7 @@ def library_of(config: dict[str, Any]) -> str:
 
 
 def _has(package, folder, kind):
-    """Whether a folder of a package has a model type; its code is not imported."""
+    """Whether a package's folder has a model type; no code of the folder is imported."""
     spec = find_spec(package)
     for path in spec.submodule_search_locations if spec else ():
         file = Path(path) / folder / kind
