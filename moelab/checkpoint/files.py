@@ -92,7 +92,7 @@ def check_parts(value, like, where):
 
 
 def check_writable(path: str | Path, what: str) -> None:
-    """Raise, before any work for a file, if it cannot be written; no file is made."""
+    """Raise if a file cannot be written, before any work for it. The file is not made."""
     path = Path(path)
     parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
     try:

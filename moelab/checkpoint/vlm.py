@@ -34,15 +34,15 @@ ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among it
 COMPILED_ONCE = {"hy_v4"}
 # Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
-# The known shapes of experts: the names of a module's matrices ``[E, out, in]``. Two in one are
-# gate, then up.
+# The known shapes of experts: the names of a module's matrices ``[E, out, in]``. A joined
+# matrix is gate, then up.
 SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 
 
 class TextModel:
     """Mixed into the class of an mlx-vlm model; ``library`` is the module of its family."""
 
-    batches = False  # its blocks need what mlx-lm's caches of several texts cannot do
+    batches = False  # mlx-vlm's blocks need what mlx-lm's caches of several texts cannot do
 
     def __init__(self, args: SimpleNamespace):
         super().__init__(args.config)
@@ -110,7 +110,7 @@ class TextModel:
 
 
 def _experts(module):
-    """Return mlx-lm's module for mlx-vlm's module of experts; None if it has no experts."""
+    """Return mlx-lm's module for mlx-vlm's of the same experts; None for other modules."""
     matrices = {n: m for n, m in module.children().items() if hasattr(m, "num_experts")}
     matrices = {n: m for n, m in matrices.items() if "weight" in m and m.weight.ndim == 3}
     if not matrices:
@@ -140,7 +140,7 @@ def _states():
 
 
 def _ours(cache):
-    """Return mlx-lm's cache for an empty one of mlx-vlm; the same cache if mlx-lm lacks its kind."""
+    """Return mlx-lm's cache for mlx-vlm's empty cache; the same cache if mlx-lm lacks its kind."""
     kind = type(cache).__name__ if type(cache).__module__ == "mlx_vlm.models.cache" else ""
     match kind:
         case "KVCache":

@@ -1,5 +1,5 @@
-"""Several tokens for one pass of the target, with the target's own text.
+"""Speculative decoding: one pass of the target gives several tokens, and the text stays the same.
 
-``generate`` decodes: ``policy`` says how many tokens to draft, ``drafts``, ``dflash`` and ``mtp``
-guess, ``sampling`` chooses as the target does, ``rollback`` and ``recurrence`` take guesses back.
+``generate`` decodes. ``policy`` says how many tokens to draft. ``drafts``, ``dflash`` and ``mtp``
+guess them. ``sampling`` chooses the target's tokens. ``rollback`` and ``recurrence`` undo guesses.
 """

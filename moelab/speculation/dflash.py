@@ -1,7 +1,7 @@
 """DFlash: a small bidirectional transformer that drafts a block at once from the target's layers.
 
 Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036). z-lab's
-published drafts load as they are. In shapes, b is the block size, n the number of layers read.
+published drafts load as they are. In shapes, b is the block size, n the number of target layers.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from ..prompt import vocabulary
 from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
-# While nothing is drafted, the features of so many tokens wait, and a draft reads so many at once.
-# All of a text of 4,000 would take 70 MB, and 150 more while the draft reads them.
+# While nothing is drafted, the features of at most this many tokens wait; a draft reads this many
+# at once. Features of 4,000 tokens would take 70 MB, and 150 MB more while the draft reads them.
 QUEUED_TOKENS = 128
 
 SIZES = (
@@ -57,7 +57,7 @@ class DFlashArgs(qwen3.ModelArgs):
     sliding_window: int | None = None
 
     def __post_init__(self):
-        nested = self.rope_parameters or {}  # by transformers 5
+        nested = self.rope_parameters or {}  # transformers 5 nests these keys
         self.rope_theta = self.rope_theta or nested.get("rope_theta") or 10000.0
         self.rope_scaling = self.rope_scaling or self.rope_parameters
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
@@ -67,7 +67,7 @@ class DFlashArgs(qwen3.ModelArgs):
             self.num_hidden_layers, self.num_target_layers
         )
 
-        def check(name, good):  # numbers that no draft has, which MLX would take without an error
+        def check(name, good):  # no draft has these numbers, but MLX would take them silently
             if not good:
                 raise ValueError(f"a {name} of {shorten(repr(getattr(self, name)), 60)}")
 
@@ -81,7 +81,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that a draft reads by default: spread from 1 to L - 3; if one, L // 2."""
+    """The target's layers that a draft reads by default: 1 to L - 3, or L // 2 for a single one."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -89,7 +89,7 @@ def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int
 
 
 class DFlashModel(nn.Module):
-    """The network, with z-lab's names of parameters. Embedding and head are the target's."""
+    """The network, with z-lab's parameter names. It uses the target's embedding and head."""
 
     def __init__(self, args: DFlashArgs):
         super().__init__()
@@ -105,7 +105,7 @@ class DFlashModel(nn.Module):
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The weights that are parameters. mlx-lm asks for them when it loads the draft."""
+        """Return the weights that are parameters. mlx-lm calls this when it loads the draft."""
         return {k: w for k, w in weights.items() if "rotary_emb" not in k}
 
     def make_cache(self) -> list:
@@ -114,7 +114,7 @@ class DFlashModel(nn.Module):
     def extend(self, features: mx.array, cache: list) -> None:
         """Put the next T tokens into the cache; features ``[B, T, n * D]``.
 
-        ``QUEUED_TOKENS`` or more are evaluated here, layer by layer; fewer are left to the caller.
+        ``QUEUED_TOKENS`` or more are evaluated here, layer by layer; the caller evaluates fewer.
         """
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
@@ -123,10 +123,10 @@ class DFlashModel(nn.Module):
             k = a.rope(a.k_norm(k).swapaxes(1, 2), offset=c.offset)
             c.update_and_fetch(k, v.swapaxes(1, 2))
             if features.shape[1] >= QUEUED_TOKENS:
-                mx.eval(c.state)  # MLX copies a cache that grows: only one layer's at a time
+                mx.eval(c.state)  # MLX copies a cache that grows: here one layer's at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
-        """Hidden states of a block x ``[B, b, D]`` after the context; the cache stays as it was."""
+        """Compute a block x ``[B, b, D]`` after the cached context; the cache stays the same."""
         b, window, masks = x.shape[1], self.args.sliding_window, {}
         end = cache[0].offset + b
         if window and end > window:
@@ -142,14 +142,15 @@ class DFlashDraft:
     """A DFlash draft for ``moelab.speculative_generate`` (Chen et al., arXiv 2602.06036).
 
     It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
-    its target's number type and, for good, the fast kernels once a target has them. ``block_size``,
-    with which it was trained, counts the last accepted token too. Its methods: ``drafts.Draft``.
+    its target's dtype. If a target has the fast kernels, the draft gets them too and keeps them.
+    ``block_size`` is that of its training; it counts the last accepted token too. For the methods
+    see ``drafts.Draft``.
 
     Args:
         path_or_hf_repo (str or Path): The folder or Hub repository of a draft in z-lab's format.
 
     Raises:
-        CheckpointError: If it is no such draft, or its files are damaged.
+        CheckpointError: If the folder has no such draft, or its files are damaged.
     """
 
     verify_tokens = MAX_DRAFTS + 1
@@ -201,11 +202,11 @@ class DFlashDraft:
         if not n:
             mx.eval([c.state for c in self.cache])
             return mx.array([], mx.uint32)
-        # Always the whole block: it was trained so, and further masks cost next to nothing.
+        # Always a whole block: the draft was trained so, and more masks cost next to nothing.
         block = mx.array([[last] + [self.model.args.mask_token_id] * (self.block_size - 1)])
         hidden = self.model(self._embed(block), self.cache)
         if (self.cache[0].offset + self.block_size - 1) % KVCache.step < self.block_size:
-            mx.eval(hidden)  # the block may have made the caches grow, and MLX keeps what they had
+            mx.eval(hidden)  # if the block made the caches grow, MLX keeps their old memory
             mx.clear_cache()
         return choose(self._head(hidden[:, 1 : n + 1])[0])
 
@@ -214,13 +215,13 @@ class DFlashDraft:
             features = mx.concatenate(self._queue)[None]
             for i in range(0, self._num_queued, QUEUED_TOKENS):
                 if i:
-                    mx.clear_cache()  # frees what the part before left
+                    mx.clear_cache()  # frees the previous part's memory
                 self.model.extend(features[:, i : i + QUEUED_TOKENS], self.cache)
         self._queue, self._num_queued = [], 0
 
 
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
-    """Load a draft's network and weights; a CheckpointError if the files are no DFlash draft's."""
+    """Load a draft's network and weights; CheckpointError: the files are no DFlash draft's."""
     check_fork()
     expected = f"{path_or_hf_repo}: expected a DFlash draft and the weights of its config.json, got"
     remedy = "Download it again, or give another; a language model goes to ModelDraft."

@@ -1,4 +1,4 @@
-"""Drafts: what guesses the target's next tokens, and two that need no training."""
+"""The protocol of drafts, which guess the target's next tokens, and two drafts without training."""
 
 import weakref
 from collections import deque
@@ -19,28 +19,28 @@ Choose = Callable[[mx.array], mx.array]
 
 class Draft(Protocol):
     """Guesses the target's next tokens. The guesses decide the speed. They change the text only
-    where a pass over several positions rounds otherwise than one over a single position.
+    where a pass over several positions rounds otherwise than a pass over a single position.
 
-    One sequence, B = 1. A round is: ``propose``, one pass of the target over ``[last, *proposed]``,
-    ``extend`` with the accepted tokens of that pass, ``last`` first. ``last`` is the newest token:
-    accepted, not yet in the target's cache. In ``extend`` a draft takes back the state that it kept
-    for guesses that were refused.
+    A draft serves one sequence, B = 1. A round has three steps: ``propose``; one pass of the target
+    over ``[last, *proposed]``; ``extend`` with the pass's accepted tokens, ``last`` first. ``last``
+    is the newest token: it is accepted, but not yet in the target's cache. In ``extend`` a draft
+    also drops its state of refused guesses.
     """
 
     layer_ids: Sequence[int]
-    """Decoder layers of the target whose outputs it reads (0: the first one); () for none."""
+    """Decoder layers of the target whose outputs the draft reads (0: the first); () for none."""
 
     cache: list
-    """Its state as mlx-lm caches, which can be saved and go on; [] for none. ``bind`` sets it."""
+    """The draft's state as mlx-lm caches, which can be saved; [] for none. ``bind`` sets them."""
 
     verify_tokens: int
-    """The most tokens of a pass that judges its guesses; ``load(draft=)`` leaves room for them."""
+    """The most tokens of a verify pass; ``load(draft=)`` reserves memory for their states."""
 
     def make_cache(self) -> list:
-        """Caches for a new sequence, in the order of ``cache``; [] for none."""
+        """Make caches for a new sequence, in the order of ``cache``; [] for none."""
 
     def read_zeros(self) -> list:
-        """New caches of a model after two tokens, not evaluated; ``load(draft=)`` counts them."""
+        """Return caches after two tokens, not evaluated; ``load(draft=)`` computes their size."""
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         """Start a sequence for a target, or go on from the state in ``cache``.
@@ -49,25 +49,25 @@ class Draft(Protocol):
         """
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Note tokens ``[n]`` that the target has read: the prompt in chunks, then each round's.
+        """Note tokens ``[n]`` that the target has read: parts of the prompt, then each round's.
 
-        ``features`` ``[n, len(layer_ids) * D]`` are the outputs of ``layer_ids`` for them; None
-        without ``layer_ids``. This is called also while nothing is drafted: queue the tokens, and
-        do the work in ``propose``.
+        ``features`` ``[n, len(layer_ids) * D]`` are the outputs of these layers for the tokens;
+        None without ``layer_ids``. ``extend`` is called also while nothing is drafted: queue the
+        tokens here, and compute in ``propose``.
         """
 
     def propose(self, last: int, n: int, choose: Choose) -> mx.array:
         """Guess at most ``n`` tokens that follow ``last``: uint32 ``[<= n]``.
 
         With n = 0 the draft only brings ``cache`` up to date with the extended tokens, without
-        ``last``. ``choose`` makes tokens ``[k]`` of logits ``[k, V]``, lazily, with the caller's
-        sampler and the random numbers that the target will draw at the same positions. Call it for
-        the positions in order, one row or several at a time.
+        ``last``. ``choose`` turns logits ``[k, V]`` into tokens ``[k]``, lazily, with the caller's
+        sampler and the random numbers that the target will draw at the same positions. Call
+        ``choose`` for the positions in order, one row or several at a time.
         """
 
 
 class ModelDraft:
-    """A small mlx-lm model as a draft: same tokenizer, resident, attention or recurrent.
+    """A small mlx-lm model as a draft: resident, with the target's tokenizer, maybe recurrent.
 
     Args:
         model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it. It computes with the
@@ -122,7 +122,7 @@ class ModelDraft:
 
 
 class TokenCache:
-    """The text so far, as the cache of a draft that looks things up in it."""
+    """The cache of ``LookupDraft``: the tokens of the text so far."""
 
     state = ()  # no arrays
 
@@ -143,12 +143,11 @@ class TokenCache:
 
 
 class LookupDraft:
-    """Proposes what followed when the last tokens occurred before (prompt lookup, Saxena 2023).
+    """Proposes what followed an earlier match of the last tokens (prompt lookup, Saxena 2023).
 
     It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
-    longest, of equal ones the latest, and proposes at most half as many tokens as match: the
-    longer two texts have agreed, the longer they are likely to go on agreeing. Its methods:
-    ``Draft``.
+    longest, and of equally long matches the latest. It proposes at most half as many tokens as
+    match: a longer match is likely to go on for longer. For the methods see ``Draft``.
     """
 
     layer_ids, verify_tokens = (), MAX_DRAFTS + 1
@@ -199,7 +198,7 @@ class LookupDraft:
 
 
 def learned_policy(model: nn.Module, draft: Draft) -> Policy:
-    """The policy of this target and draft, which goes on learning from text to text."""
+    """Return the policy of this target and draft. It goes on learning from text to text."""
     target, policy = vars(draft).get("_learned", (lambda: None, None))
     if target() is not model:
         policy = Policy()
@@ -226,7 +225,7 @@ class BoundDraft:
             self._draft.extend(tokens, features)
 
     def catch_up(self) -> list:
-        """Let the draft read all tokens that it was told. Gives its cache."""
+        """Let the draft read all tokens that it was told; return the draft's cache."""
         self.propose(0, 0, None)
         return self._draft.cache
 

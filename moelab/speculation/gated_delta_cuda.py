@@ -1,7 +1,7 @@
 """mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
 
 On CUDA mlx-lm loops over the tokens, with several launches for each token in every layer. Here one
-warp computes each row of the state of this rule (Yang et al., arXiv 2412.06464).
+warp computes one row of the state (rule: Yang et al., arXiv 2412.06464).
 """
 
 from functools import cache
@@ -54,8 +54,8 @@ def gated_delta(
 ) -> tuple[mx.array, mx.array]:
     """Compute what mlx-lm's ``gated_delta_ops`` does, for arguments that ``fits`` takes.
 
-    Shapes are those of ``kernels.gated_delta``. ``every``: give the states after each token,
-    ``[T, ...]``. mlx-lm passes a ``mask``, which is None.
+    Shapes are those of ``kernels.gated_delta``. With ``every`` it returns the states after each
+    token, ``[T, ...]``. mlx-lm passes ``mask=None``.
     """
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(

@@ -1,16 +1,16 @@
 """Speculative decoding: several tokens for one pass, and the text that mlx-lm writes.
 
-It is the text of ``mlx_lm.stream_generate`` with the same ``mx.random.seed``, at any temperature
+The text is that of ``mlx_lm.stream_generate`` with the same ``mx.random.seed``, at any temperature
 and with any draft, but for the rounding of longer passes. A round of ``_Rounds`` has these steps:
 
     ask the policy     how many tokens to draft, 0 included             (``policy``)
-    propose            the draft guesses them                           (``drafts``, ``dflash``)
-    verify             one pass of the target over them, and its choices
-    accept             the guesses before the first it did not choose   (``sampling``)
+    propose            the draft guesses these tokens                   (``drafts``, ``dflash``)
+    verify             one pass of the target over the guesses chooses its own tokens
+    accept             the guesses before the first refused one         (``sampling``)
     tell the policy    what the round cost and brought
     roll back, commit  the target's cache keeps the accepted tokens     (``rollback``)
 
-mlx-lm's ``stream_generate`` makes text of them, with ``moelab.detokenizer``.
+mlx-lm's ``stream_generate`` makes text of the tokens, with ``moelab.detokenizer``.
 """
 
 import time
@@ -43,17 +43,17 @@ class Round:
 
     number: int  # from 0
     drafted: int = 0  # tokens that the draft proposed
-    accepted: int = 0  # how many of them the target chose too; its next token follows them
-    draft_s: float = 0.0  # until the drafts were there
-    verify_s: float = 0.0  # from then until the target chose (without drafts: the token before)
+    accepted: int = 0  # drafted tokens that the target chose too; its own next token follows
+    draft_s: float = 0.0  # seconds until the drafts were there
+    verify_s: float = 0.0  # seconds from then to the target's choice (no drafts: the one before)
 
 
 @dataclass
 class SpeculativeResponse(GenerationResponse):
     """mlx-lm's response, with the numbers of tokens drafted and accepted so far."""
 
-    drafted: int = 0  # tokens so far in the text
-    accepted: int = 0  # of the drafted ones, so far in the text
+    drafted: int = 0  # tokens drafted so far
+    accepted: int = 0  # drafted tokens that the target accepted so far
 
 
 def speculative_generate(
@@ -77,14 +77,14 @@ def speculative_generate(
         max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
         num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
-            decides in each round whether and how many, by what it measures, and remembers that
-            from text to text until this draft serves another model. So does a ``Policy`` that is
-            given again. Default: ``auto``.
-        sampler (Callable | None): From log probabilities [1, V] to tokens [1]. Default: the most
-            likely one.
-        prompt_cache (list | None): The target's cache and, if wanted, the draft's (its
-            ``make_cache``) after it. Afterwards they hold the prompt and every token that was
-            yielded.
+            decides in each round how many, by measured times and acceptance, and remembers these
+            from text to text until this draft serves another model. A ``Policy`` that is given
+            again remembers too. Default: ``auto``.
+        sampler (Callable | None): Turns log probabilities [1, V] into tokens [1]. Default: the most
+            likely token.
+        prompt_cache (list | None): The target's caches and, if wanted, the draft's (from its
+            ``make_cache``) after them. At the end the caches hold the prompt and every token that
+            was yielded.
         kwargs: ``logits_processors``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size``,
             ``quantized_kv_start`` and ``prompt_progress_callback``, as for mlx-lm.
 
@@ -105,7 +105,7 @@ def speculative_generate(
         for step in steps:
             yield step[:2]
 
-    # mlx-lm's own loop over tokens, with these steps in place of its own.
+    # mlx-lm's own loop over tokens, with the steps from above in place of mlx-lm's.
     write = with_globals(stream_generate, {"generate_step": generate_step})
     responses = write(model, tokenizer, prompt, max_tokens, stream=stream, **kwargs)
     try:
@@ -116,7 +116,7 @@ def speculative_generate(
                 accepted += round.accepted
                 last_round = round
             if response.finish_reason:
-                steps.close()  # so that whoever gets the last response finds the caches complete
+                steps.close()  # the caches are complete before the caller gets the last response
             told = vars(response) | {"from_draft": from_draft}
             yield SpeculativeResponse(**told, drafted=drafted, accepted=accepted)
     finally:
@@ -142,7 +142,7 @@ def speculative_generate_step(
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[int, mx.array, bool, Round]]:
-    """Yield token, log probabilities ``[V]``, whether it was drafted, and its round, one by one.
+    """Yield (token, log probabilities ``[V]``, whether the token was drafted, its round).
 
     The arguments are those of ``speculative_generate`` and mlx-lm's function of this name.
     """
@@ -178,7 +178,7 @@ def speculative_generate_step(
         for i in range(0, prompt.size - 1, prefill_step_size):
             end = min(i + prefill_step_size, prompt.size - 1)
             target.prefill(prompt[i:end], policy)
-            if num_draft_tokens != 0:  # now, since unread features take memory
+            if num_draft_tokens != 0:  # not later: unread features take memory
                 begin = time.perf_counter()
                 target.draft.catch_up()
                 draft_s += time.perf_counter() - begin
@@ -191,20 +191,20 @@ def speculative_generate_step(
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The drafts of a round that began at ``begin``, for which ``asked`` tokens were asked."""
+    """The drafts of a round that began at ``begin`` and asked for ``asked`` drafts."""
 
     begin: float
     asked: int
     guesses: list[int]
-    missed_s: float  # seconds in which the draft read what was written without it
+    missed_s: float  # seconds in which the draft read the tokens decoded without it
     draft_s: float  # seconds until the guesses were there, ``missed_s`` included
 
 
 class _Rounds:
     """The rounds of one text, from the prompt's last token on.
 
-    ``_last`` [1] is the newest token: accepted, not yet in the target's cache. ``_pending`` is the
-    rest of what is yielded for it (log probabilities, from_draft, round); None once it was yielded.
+    ``_last`` [1] is the newest token: accepted, but not yet in the target's cache. ``_pending`` is
+    the rest of its tuple (log probabilities, from_draft, round), or None once that was yielded.
     """
 
     def __init__(self, target, chooser, policy, last, max_tokens):
@@ -212,19 +212,19 @@ class _Rounds:
         self._chooser, self._policy = chooser, policy
         self._last, self._pending = last, None
         self._left = max_tokens if max_tokens >= 0 else float("inf")
-        self._number = 0  # of the round
+        self._number = 0  # the round's number
         self._missed = 0  # tokens that the draft has not read since it was last asked
-        self._in_flight = False  # the last round had no drafts, so this one's token is on its way
+        self._in_flight = False  # the last round had no drafts and began this round's token
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
-        """Yield what ``speculative_generate_step`` does; without an error, caches end complete."""
+        """Yield ``speculative_generate_step``'s tuples. Without an error, caches end complete."""
         try:
             while self._left:
                 # A pass also gives the target's own token.
                 most = max(self._left - 1 - bool(self._pending), 0)
                 most = min(most, self._target.room() - 1)
                 n = min(self._policy.choose(self._missed, most), most)
-                if self._pending and (n or self._left == 1):  # before drafting would delay it
+                if self._pending and (n or self._left == 1):  # yield it before drafting delays it
                     pending, self._pending = self._pending, None
                     self._left -= 1
                     yield self._last.item(), *pending
@@ -253,13 +253,13 @@ class _Rounds:
         return _Proposal(begin, n, guesses, missed_s, time.perf_counter() - begin)
 
     def _round_without_drafts(self, proposal):
-        """Compute one token while the one before is yielded."""
+        """Compute one token while the previous token is yielded."""
         following, logprobs = self._chooser(self._target.read(self._last))
         mx.async_eval(following)  # before ``_last`` is waited for, as mlx-lm does
         self._target.keep(1)
         token, pending = self._last.item(), self._pending
         seconds = time.perf_counter() - proposal.begin
-        if proposal.asked:  # in vain
+        if proposal.asked:  # the draft gave none
             self._tell_drafted(proposal, 0, self._policy.plain_s)
         else:
             if self._in_flight:
@@ -274,10 +274,10 @@ class _Rounds:
             yield token, *pending
 
     def _round_with_drafts(self, proposal):
-        """Yield the drafts that the target accepts. Its own token is then pending."""
+        """Yield the drafts that the target accepts. The target's own token is then pending."""
         drafts = mx.array(proposal.guesses, mx.uint32)
         logits = self._target.read(mx.concatenate([self._last, drafts]))
-        tokens, logprobs = self._chooser(logits, drafts)  # of the drafts' positions and one more
+        tokens, logprobs = self._chooser(logits, drafts)  # for the drafts' positions and one more
         chosen = tokens.tolist()
         accepted = num_accepted(proposal.guesses, chosen)
         self._chooser.commit(tokens[: accepted + 1])
@@ -287,7 +287,7 @@ class _Rounds:
         self._last = tokens[accepted : accepted + 1]
         self._pending = logprobs[accepted], False, round
         for i in range(accepted):
-            self._target.accepted = i + 2  # counts the token before the drafts and those so far
+            self._target.accepted = i + 2  # the token before the drafts, and drafts 0 to i
             self._left -= 1
             yield chosen[i], logprobs[i], True, round
         self._target.keep(accepted + 1)
@@ -299,7 +299,7 @@ class _Rounds:
         self._missed, self._in_flight = 0, False
 
     def _finish(self):
-        # The caches are to hold every token that was yielded, and no other.
+        # The caches must hold every token that was yielded, and no other.
         self._target.finish(self._last if self._pending is None else None)
 
 
@@ -320,7 +320,7 @@ class _Target:
         self._rollback = Rollback(model, self._cache)
         self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
         self._read = None  # the tokens of the last pass and their features, until ``keep``
-        self.accepted = 0  # the tokens of the last pass that ``finish`` keeps if the caller stops
+        self.accepted = 0  # how many of these ``finish`` keeps if the caller stops
 
     def prefill(self, tokens: mx.array, policy: Policy) -> None:
         """Read tokens [T] of the prompt in one pass."""
@@ -333,7 +333,7 @@ class _Target:
         self.draft.extend(tokens, features)
 
     def room(self) -> float:
-        """The most tokens of one pass, so that no cache reaches its quantization within it."""
+        """Return how many tokens a pass may have before a cache reaches its quantization."""
         start, _, bits = self._quantizing
         if bits is None:
             return float("inf")
@@ -341,13 +341,13 @@ class _Target:
         return min((n for n in left if n > 0), default=float("inf"))
 
     def read(self, tokens: mx.array) -> mx.array:
-        """Logits [T, V] after each of the tokens [T]. ``keep`` then says how many of these stay."""
+        """Compute logits [T, V] after tokens [T]. ``keep`` then says how many tokens stay."""
         logits, features = self._captured(self._rollback, tokens[None])
         self._read, self.accepted = (tokens, features), 1
         return logits[0]
 
     def keep(self, n: int) -> None:
-        """Roll back all but the first ``n`` tokens of the last pass, and commit these."""
+        """Keep the first ``n`` tokens of the last pass, and roll back the rest."""
         tokens, features = self._read
         self._rollback.undo(tokens.size - n)
         self._rollback.commit()
@@ -370,7 +370,7 @@ class _Target:
         mx.eval([c.state for c in self._given])
 
     def _captured(self, call, *args, **kwargs):
-        """Call the model; gives its result and features ``[T, n * D]`` for the draft."""
+        """Call the model; return its result and features ``[T, n * D]`` for the draft."""
         if self._capture is None:
             return call(*args, **kwargs), None
         with lock(self._model), self._capture as seen:

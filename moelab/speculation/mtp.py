@@ -1,8 +1,8 @@
 """MTP: the draft head that a model was trained with, which mlx-lm leaves out of its own models.
 
 One decoder layer guesses token i + 2 from the hidden state of token i and the embedding of token
-i + 1 (DeepSeek-V3, arXiv 2412.19437, section 2.2). Its own output takes the place of the hidden
-state for a guess after that. Embedding and head are the target's.
+i + 1 (DeepSeek-V3, arXiv 2412.19437, section 2.2). For each further guess, the layer's own output
+takes the place of the hidden state. Embedding and head are the target's.
 """
 
 import re
@@ -33,55 +33,55 @@ from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
-QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms may be stored less 1
-NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")  # layer L
-# What the families call the parts of a head, and what a head of ours calls them.
+QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms may be stored as weight - 1
+NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")  # as layer L
+# The families' names of a head's parts, and the names that ``Head`` gives them.
 PARTS = {
     "pre_fc_norm_embedding": "norm_embedding", "enorm": "norm_embedding",
     "pre_fc_norm_hidden": "norm_hidden", "hnorm": "norm_hidden",
     "fc": "fc", "eh_proj": "fc",
 }  # fmt: skip
-# A family's configuration of a model of one layer with full attention and experts.
+# Keys that give a family's model one layer, with full attention and experts.
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
-# The least mean of a norm that is stored with its 1. Published heads of Qwen3.5 and 3.6 have 1.7
-# (q, k) and 0.9 (a layer's) with it, at most 0.8 and 0.4 without.
+# A norm with a smaller mean is stored as weight - 1. In published heads of Qwen3.5 and 3.6 the mean
+# of the weight is 1.7 (q, k) or 0.9 (a layer's), that of weight - 1 at most 0.8 or 0.4.
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 
 class Head:
-    """Mixed into the class of an mlx-lm model of one layer, whose trunk it calls.
+    """Mixed into the class of an mlx-lm model of one layer; it calls the model's trunk.
 
-    ``stored``: what ``_stored`` found of it.
+    ``stored`` is what ``_stored`` found of the head.
     """
 
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
-        self.__dict__["trunk"] = trunk  # not a further child; to look for it takes 0.3 ms
+        self.__dict__["trunk"] = trunk  # not as a second child; a search takes 0.3 ms
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():
             module.pop("lm_head", None)
         # Only GLM-4.7-Flash's head has an embedding of its own.
         own = trunk.embed_tokens if self.stored.has_embedding else None
         trunk.embed_tokens, self.embedding = nn.Identity(), own
-        trunk.ssm_idx = None  # where Qwen's first recurrent layer is; a head has none
+        trunk.ssm_idx = None  # the index of Qwen's first recurrent layer; a head has none
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.norm_embedding = nn.RMSNorm(D, trunk.norm.eps)
         self.norm_hidden = nn.RMSNorm(D, trunk.norm.eps)
 
     @property
     def hidden_size(self) -> int:
-        """D, as the target has it."""
+        """The hidden size D of the target."""
         return self.norm_hidden.weight.size
 
     def __call__(self, embedded: mx.array, hidden: mx.array, cache: list) -> mx.array:
-        """Hidden states ``[B, T, D]`` for the next tokens' embeddings and the hidden states."""
+        """Compute ``[B, T, D]`` from the next tokens' embeddings and the tokens' hidden states."""
         both = self.norm_embedding(embedded), self.norm_hidden(hidden)
         return self.trunk(self.fc(mx.concatenate(both, axis=-1)), cache)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The head's weights among those of the files, by the names of its parameters."""
+        """Return the head's weights among those of the files, by parameter name."""
         path, prefix, norms, own = _trunk(self)[0], self.stored.prefix, {}, {}
         for name, w in weights.items():
             if not name.startswith(prefix):
@@ -96,7 +96,7 @@ class Head:
                 name = f"{path}.{name}" if part == "norm" else ""
             else:
                 name = f"{path}.layers.0.{name}"
-            if w.ndim == 1 and "norm" in name:  # ``sanitize`` of qwen3_next would add its own 1
+            if w.ndim == 1 and "norm" in name:  # ``sanitize`` of qwen3_next would add a second 1
                 norms[name] = w
             elif name:
                 own[name] = w
@@ -108,28 +108,28 @@ class Head:
 
 
 def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
-    """Path and module of the part of an mlx-lm model between its embedding and its head."""
+    """Return path and module of the part of an mlx-lm model with its embedding and layers."""
     return next((p, m) for p, m in model.named_modules() if "embed_tokens" in m and "layers" in m)
 
 
 def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
-    """Whether a norm is stored less its 1, by its values: some converters add it to a part."""
+    """Whether a norm's values are its weight - 1: some converters add the 1 to some norms."""
     w = norms[name].astype(mx.float32)
     mean, least = w.mean().item(), (m for part, m in LEAST_MEAN.items() if part in name)
-    if (w < 0).mean().item() > 0.02:  # with the 1, hardly a value is
+    if (w < 0).mean().item() > 0.02:  # hardly any weight is negative
         return True
-    if name.endswith(".norm.weight") and mean > 1:  # published: up to 2.6 without, from 2.2 with
+    if name.endswith(".norm.weight") and mean > 1:  # published: weight - 1 to 2.6, weight from 2.2
         return _less_one("norm_embedding.weight", norms)
     return mean < next(least, 0)
 
 
 def is_head(config: dict) -> bool:
-    """Whether a configuration is of a folder that has a head alone."""
+    """Whether a configuration is that of a folder with a head alone."""
     return config.get("model_type") == SIDECAR
 
 
 def _stored(path: Path, config: dict) -> SimpleNamespace:
-    """Where a head is and how it is stored; a CheckpointError if this module knows none there."""
+    """Find where a head is and how it is stored; CheckpointError: there is no known head."""
     text, family = config.get("text_config", config), config.get("model_type")
     if is_head(config):
         family = "qwen3_5_moe" if text.get("num_experts") else "qwen3_5"
@@ -179,7 +179,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         if "text_config" in config:
             changes = {"text_config": config["text_config"] | ONE_LAYER}
         if "quantization" in config or "quantization_config" not in config:
-            # mlx-lm infers it from the shapes; config.json has other names for single modules.
+            # config.json names single modules otherwise; mlx-lm infers theirs from the shapes.
             said = config.get("quantization", {"group_size": 64, "bits": 4})
             changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 
@@ -193,20 +193,20 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         head, _ = load(path, lazy=True, model_config=changes, get_model_classes=classes)
         zeros = mx.zeros((1, 1, head.hidden_size))  # MLX raises if types or shapes do not fit
         head(zeros, zeros, make_prompt_cache(head))
-    mx.eval(head.parameters())  # another thread could not read what this one leaves lazy
+    mx.eval(head.parameters())  # another thread could not evaluate what this thread leaves lazy
     return head
 
 
 class MTPDraft:
     """A model's own draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-    It is loaded from the target's own checkpoint, if that has the head's tensors, or from a folder
-    with the head alone. The cache is the head's own, with an entry for each token but the first,
-    and last the hidden state ``[1, D]`` of the newest token that the target has read. Its methods:
-    ``drafts.Draft``.
+    The head is loaded from the target's checkpoint, if that has the head's tensors, or from a
+    folder with the head alone. ``cache`` is the head's cache, with an entry for each token but the
+    first, then the hidden state ``[1, D]`` of the newest token that the target has read. For the
+    methods see ``drafts.Draft``.
 
     Args:
-        path_or_hf_repo (str or Path): The folder or Hub repository of one of these.
+        path_or_hf_repo (str or Path): The folder or Hub repository of the checkpoint or head.
 
     Raises:
         CheckpointError: If there is no head of a known family, or its files are damaged.
@@ -218,7 +218,7 @@ class MTPDraft:
     def __init__(self, path_or_hf_repo: str | Path):
         self.model = load_head(path_or_hf_repo)
         self.cache, self._name = [], path_or_hf_repo
-        # Of all texts. A round's drafts are compared up to the first that is refused.
+        # Counts over all texts. A round's drafts are compared up to the first refused one.
         self._drafted = self._compared = self._accepted = 0
 
     def make_cache(self) -> list:
@@ -247,17 +247,17 @@ class MTPDraft:
         self._embed = own or self._embed
         compute_alike(self.model, model, probe.dtype)
         self.cache = cache or self.make_cache()
-        # What the head has not read: tokens, and hidden states of those before them. Between two
-        # rounds there is a state more: that of the newest token, whose next one is not known.
+        # What the head has not read: tokens, and the hidden state of the token before each. Between
+        # two rounds there is one state more: the newest token's, whose next token is not known.
         self._tokens, self._hidden = [], [h for h in self.cache[-1].cache if h is not None]
-        self._guessed = 0  # entries of the cache that the target may refuse
+        self._guessed = 0  # cache entries of guesses that the target may refuse
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
         if self._guessed > 1:  # the first entry stays: it comes from the target's hidden state
             trim_prompt_cache(self.cache[:-1], self._guessed - 1)
         if self._guessed:
             self._count(tokens.size)
-        # The first token was read with the guesses, or no hidden state comes before it.
+        # Without a hidden state, the first token was read with the guesses, or begins the text.
         self._tokens.append(tokens if self._hidden else tokens[1:])
         self._hidden.append(features)
         self._guessed = 0
@@ -266,7 +266,7 @@ class MTPDraft:
 
     def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
         guesses, nothing = [], mx.array([], mx.uint32)
-        if not self._hidden:  # of a text's first token
+        if not self._hidden:  # ``last`` is the text's first token
             return nothing
         tokens = mx.concatenate([*self._tokens, mx.array([last] if n else [], mx.uint32)])
         hidden = mx.concatenate(self._hidden)
@@ -289,7 +289,7 @@ class MTPDraft:
             out = self._read(guesses[-1], out)
 
     def _count(self, kept):
-        """Count a round's tokens that the target kept, and say once if drafts are no use."""
+        """Count a round's ``kept`` tokens, and say once if nearly all drafts are refused."""
         before, self._drafted = self._drafted, self._drafted + self._guessed
         self._compared += min(kept, self._guessed)
         self._accepted += kept - 1
@@ -301,5 +301,5 @@ class MTPDraft:
             )
 
     def _read(self, tokens, hidden):
-        """Put tokens [T] and the hidden states before them into the cache: the last's [1, D]."""
+        """Read tokens [T] and the hidden states before them; return the last output [1, D]."""
         return self.model(self._embed(tokens[None]), hidden[None], self.cache[:-1])[0, -1:]

@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft; without numpy, which took 1.3% of tiny-moe's time on a CPU."""
+"""Decides how many tokens to draft. It avoids numpy, which took 1.3% of tiny-moe's CPU time."""
 
 from bisect import bisect_left
 from collections import deque
@@ -7,21 +7,21 @@ from operator import mul
 from statistics import median
 
 MAX_DRAFTS = 15  # in a round
-GAIN = 1.03  # times the undrafted speed that a number of drafts must promise
-# After so many rounds with drafts, so many tokens are timed without drafts: after the first number,
-# then after twice as many, up to the last. Tokens become faster while slots fill.
+GAIN = 1.03  # a number of drafts must promise this many times the undrafted speed
+# After 8 rounds with drafts, 2 tokens are timed without drafts; the number of rounds then doubles
+# each time, up to 64. Old times are too long: tokens become faster while slots fill.
 REFRESH_ROUNDS, REFRESH_TOKENS = (8, 64), 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
-ASK_EVERY = 4  # tokens between two looks at whether to draft, as a look costs time too
+ASK_EVERY = 4  # tokens between two decisions whether to draft, as a decision costs time too
 COMPILE_FACTOR = 4  # a first draft that takes so many times its estimate was compiling kernels
 FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
-FORGET_ROUND = 0.97  # its weight after a round with drafts, which brings news of its own
+FORGET_ROUND = 0.97  # the same weight after a round with drafts, which adds new acceptance
 
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, each position after its first counts as the first number times a
-# prompt's position. Where no prompt was timed, it counts as a token's seconds over the second.
+# Until a verify pass is measured, each position after its first counts as 0.65 times a position of
+# the prompt. If no prompt was timed, each counts as a third of an undrafted token.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
@@ -35,15 +35,16 @@ class Policy:
     positions, measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai
     is how often the i-th draft was accepted once those before it were.
 
-    The loss is the time of the rounds with drafts, less the time that their tokens would have taken
-    without. A round begins if the loss so far, plus what it would lose with nothing accepted, is at
-    most ``risk`` times the time of the text without drafts, for at least ``horizon`` tokens if
-    ``max_tokens`` allows them. Time that was won in earlier texts may be lost too, but no more than
-    ``risk`` allows once more. Numbers that risk at most half of what may still be lost come first,
-    so a draft that begins badly is asked for fewer tokens. The first pass with a number allocates,
-    records or compiles: on an H200 it took 36 ms where 14 were expected, on two cores and at 40
-    layers 2.1 tokens' time where later ones took 1.7 (one run each). It counts as what was
-    expected at most, and so does a first draft that compiles.
+    The loss is the time of the rounds with drafts, less the time of their tokens without drafts. A
+    round begins if the loss so far, plus the round's if nothing is accepted, is within a limit. The
+    limit is ``risk`` times the time of the text without drafts (of at least ``horizon`` tokens, or
+    ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its double.
+    Numbers that risk at most half of what is left come first, so a draft that begins badly is asked
+    for fewer tokens.
+
+    The first pass with a number allocates, records or compiles: on an H200 it took 36 ms where 14
+    were expected; on two cores, with 40 layers, it took 2.1 tokens' time where later passes took
+    1.7 (one run each). It counts as the expected time at most; so does a draft that compiles.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
@@ -52,7 +53,7 @@ class Policy:
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.risk, self.horizon = risk, horizon
-        # Blocks of 2, 4, 8, 16: few different ones, as a device may compile its kernels for each.
+        # Blocks of 2, 4, 8, 16 tokens: few sizes, as a device may compile its kernels for each.
         powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
         self._numbers = sorted({*powers, max_draft_tokens})
         self._unused = set(self._numbers)  # numbers that were not drafted yet
@@ -60,34 +61,34 @@ class Policy:
         self._plain_s = deque(maxlen=NUM_TIMES)
         self._verify_s = _Seconds()  # by the positions of a pass
         self._draft_s = _Seconds()  # by the tokens drafted
-        self._missed_s = deque(maxlen=NUM_TIMES)  # (tokens, seconds) that the draft has read
-        self._num_prompts = 0  # that the draft has read
+        self._missed_s = deque(maxlen=NUM_TIMES)  # (tokens, seconds) of the draft's reads
+        self._num_prompts = 0  # prompts that the draft has read
         self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
-        self.lost_s = self._banked_s = 0.0  # lost in this text (below 0: won); won in earlier ones
+        self.lost_s = self._banked_s = 0.0  # lost in this text (below 0: won); won in earlier texts
         self.begin()
 
     def begin(self, max_tokens: int = -1) -> None:
-        """A text of at most ``max_tokens`` begins (-1: no limit). Losses count from zero."""
+        """Begin a text of at most ``max_tokens`` (-1: no limit). Its loss is 0."""
         self._banked_s = max(self._banked_s - self.lost_s, 0.0)
         self.num_tokens, self.lost_s = 0, 0.0
-        self._rounds = 0  # with drafts, in a row; below 0: undrafted tokens still to be timed
+        self._rounds = 0  # rounds with drafts in a row; below 0: undrafted tokens still to time
         self._refresh = REFRESH_ROUNDS[0]
         self._expected = min(self.horizon, max_tokens) if max_tokens >= 0 else self.horizon
 
     def prompt(self, num_tokens: int, seconds: float) -> None:
-        """The target has read a part of a prompt."""
+        """Note that the target has read a part of a prompt."""
         if num_tokens >= MIN_PROMPT_TOKENS:
             self._position_s = seconds / num_tokens
 
     def read(self, num_tokens: int, seconds: float) -> None:
-        """The draft has read a prompt too."""
+        """Note that the draft has read a prompt."""
         self._num_prompts += 1
         if num_tokens and self._num_prompts > 1:  # the first time may include compiling
             self._missed_s.append((num_tokens, seconds))
 
     def plain(self, seconds: float) -> None:
-        """A token came without drafts."""
+        """Note a token without drafts."""
         self.num_tokens += 1
         self._plain_s.append(seconds)
         self._rounds = min(self._rounds + 1, 0)
@@ -102,7 +103,7 @@ class Policy:
         missed: int = 0,
         missed_s: float = 0.0,
     ) -> None:
-        """A round with drafts is over, before which the draft read ``missed`` tokens."""
+        """Note a round with drafts, before which the draft read ``missed`` tokens."""
         self.num_tokens += accepted + 1
         self._rounds += 1
         self._forget(FORGET_ROUND)
@@ -122,7 +123,7 @@ class Policy:
         self.lost_s += missed_s + draft_s + verify_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """How many tokens to draft, 0 to ``most``, if the draft first reads ``missed`` tokens."""
+        """Choose 0 to ``most`` tokens to draft, if the draft first reads ``missed`` tokens."""
         if self._rounds >= self._refresh:
             self._rounds = -REFRESH_TOKENS
             self._refresh = min(2 * self._refresh, REFRESH_ROUNDS[1])
@@ -150,7 +151,7 @@ class Policy:
         return 0
 
     def _forget(self, weight):
-        """Let earlier drafts count less: each times ``weight``."""
+        """Multiply the counts of earlier drafts by ``weight``."""
         self._tried = [weight * n for n in self._tried]
         self._won = [weight * n for n in self._won]
 
@@ -172,11 +173,11 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # While only one number has times, they stand for all: a block draft makes any in one pass.
+        # If one number alone has times, they count for all: a block draft makes any in one pass.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:
-        """Seconds for the draft to read so many tokens: the least that measured reads promise."""
+        """Seconds for the draft to read so many tokens: the least estimate of measured reads."""
         reads = self._missed_s if num_tokens else ()
         return min((s * max(1, num_tokens / n) for n, s in reads), default=0.0)
 
@@ -199,7 +200,7 @@ class Always:
 
 
 class _Seconds:
-    """Recent times for some numbers (of drafts, of positions), and estimates for others."""
+    """Recent times for some numbers of drafts or positions, and estimates for other numbers."""
 
     def __init__(self):
         self._samples, self.medians = {}, {}
@@ -210,14 +211,14 @@ class _Seconds:
         self.medians[number] = median(samples)
 
     def at(self, numbers: list[int], more: dict[int, float]) -> list[float]:
-        """Seconds by interpolation, beyond the last by the overall slope; ``more`` adds points."""
+        """Interpolate seconds; past the last point take the overall slope. ``more`` adds points."""
         xs, ys = zip(*sorted({**more, **self.medians}.items()))
         slope = max(ys[-1] - ys[0], 0) / max(xs[-1] - xs[0], 1)
         return [_interpolated(n, xs, ys) + slope * max(n - xs[-1], 0) for n in numbers]
 
 
 def _interpolated(x, xs, ys):
-    """The value at x of the line through the points, or of the nearest end if x lies outside."""
+    """Interpolate linearly at x; outside the points, return the value of the nearest end."""
     i = bisect_left(xs, x)
     if i in (0, len(xs)):
         return ys[min(i, len(xs) - 1)]

@@ -1,4 +1,4 @@
-"""Tapes of what recurrent layers do in a pass: their caches after any number of its tokens.
+"""Tapes of recurrent layers' work in a pass; they give the caches after fewer of its tokens.
 
 While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. A tape
 computes the cache's arrays after the first n tokens; it needs no weights and no experts for that.
@@ -23,16 +23,16 @@ from . import gated_delta_cuda
 
 
 class Form(NamedTuple):
-    """How one of mlx-lm's recurrences, which gives its output and the new state, is called."""
+    """How to call one of mlx-lm's recurrences, which returns its output and the new state."""
 
     state: str  # the argument that is the state
     inputs: dict[str, int]  # arguments with one entry for each token, and their time axis
     axis: int  # the output's time axis
 
 
-# By the name of a function that a layer's module imports; ``ssm_step`` is a layer's method. Where a
-# family's recurrence is not here ``rollback`` restores, and ``tests/speculation/test_rollback.py``
-# fails until ``tests/helpers/recurrent.py`` names the family.
+# Keys are functions that a layer's module imports; ``ssm_step`` is a layer's method. If a family's
+# recurrence is missing, ``rollback`` restores, and ``tests/speculation/test_rollback.py`` fails
+# until ``tests/helpers/recurrent.py`` names the family.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
@@ -42,7 +42,7 @@ RECURRENCES = {
 
 
 class Tape:
-    """What a recurrent layer did in one pass; gives its cache after any number of its tokens."""
+    """A recurrent layer's work in one pass; gives its cache after any number of the tokens."""
 
     def __init__(self, cache: ArraysCache):
         self.cache = cache
@@ -88,13 +88,13 @@ class _Step:
 
 
 class _Recurrence:
-    """Stands for one of mlx-lm's recurrences: computes the same, and puts its work on the tape."""
+    """Replaces one of mlx-lm's recurrences: computes the same, and puts the work on the tape."""
 
     def __init__(self, name: str, function, recorder: "Recorder"):
         self.form, self.name = RECURRENCES[name], name
         self.function, self.recorder = function, recorder
         self.signature = inspect.signature(function)
-        self._is_fast = getattr(function, "is_fast", False)  # of ``kernels.gated_delta``
+        self._is_fast = getattr(function, "is_fast", False)  # set by ``kernels.gated_delta``
 
     def __call__(self, *args, **kwargs):
         bound = self.signature.bind(*args, **kwargs)
@@ -103,7 +103,7 @@ class _Recurrence:
         if tape is None:
             return self._call(arguments)
         name, axis = next(iter(self.form.inputs.items()))
-        # Mamba gives one token at a time, [B, channels].
+        # Mamba's method gets one token at a time, [B, channels].
         T = arguments[name].shape[axis] if arguments[name].ndim > 2 else 1
         if T == 1 or self._is_fast or not self.recorder.keep_states:
             y, state = self._call(arguments)
@@ -118,7 +118,7 @@ class _Recurrence:
         return y, step.state
 
     def _with_states(self, arguments, T):
-        """Give the output and the state after every token: an array of a kernel's, or a list."""
+        """Return the output and the states after every token: a kernel's array, or a list."""
         if self._on_cuda(arguments):
             return self._call(arguments, every=True)
         ys, states = [], []
@@ -130,7 +130,7 @@ class _Recurrence:
         return mx.concatenate(ys, axis=self.form.axis), states
 
     def _over(self, arguments, a, b):
-        """Give output and state of a run over the tokens from ``a`` to ``b``."""
+        """Run the recurrence over tokens ``[a:b]``; return output and state."""
         cut = {}
         for name, axis in self.form.inputs.items():
             if (x := arguments.get(name)) is not None:
@@ -150,9 +150,9 @@ class _Recurrence:
 
 
 class Recorder:
-    """Puts what one recurrent layer does on tape, while its hooks are installed.
+    """Puts one recurrent layer's work on tape, while the recorder's hooks are installed.
 
-    They run copies of its methods, in which a recurrence's name means a ``_Recurrence``.
+    The hooks run copies of the layer's methods that call a ``_Recurrence`` for the recurrence.
     """
 
     def __init__(self, layer: nn.Module):
@@ -169,9 +169,9 @@ class Recorder:
             if used:
                 copies[name] = MethodType(with_globals(f, used), layer)
         self._copy = copies.pop("__call__", None)
-        # A block of ``kernels`` tells what it did (``keep``), or asks for ``call``.
+        # A block of ``kernels`` calls ``keep`` with its work, or else ``call``.
         self._is_block = isinstance(layer, kernels.GatedDelta)
-        # Innermost, as a copy runs in place of the original: the hooks of others are called first.
+        # Innermost: a copy replaces the original, so hooks of others must be called before it.
         instead = {} if self._is_block else {"__call__": self._on_call}
         instead |= {name: partial(_instead, copy) for name, copy in copies.items()}
         self._hooks = [hooked(layer, f, name, innermost=True) for name, f in instead.items()]
@@ -180,7 +180,7 @@ class Recorder:
     def install(self) -> None:
         """Begin to record."""
         if self._is_block:
-            object.__setattr__(self.layer, "recorder", self)  # unseen by ``Watched``
+            object.__setattr__(self.layer, "recorder", self)  # ``Watched`` must not see it
         else:
             self._install_hooks()
 
@@ -192,7 +192,7 @@ class Recorder:
         self.tapes = None
 
     def call(self, *args, **kwargs) -> mx.array:
-        """Call the block mlx-lm's way."""
+        """Call mlx-lm's code with the hooks."""
         try:
             self._install_hooks()
             return self._on_call(None, *args, **kwargs)
@@ -208,7 +208,7 @@ class Recorder:
             hook.remove()
 
     def keep(self, cache: ArraysCache, did: kernels.Recurred) -> None:
-        """Put on tape what the block did. Nobody may write to the memory of its inputs again."""
+        """Put a block's work on tape. Nobody may write to the memory of its inputs afterwards."""
         tape = self.tapes[id(cache)] = Tape(cache)
         tape.convs.append(did.conv)
         *inputs, state = did.inputs
@@ -235,7 +235,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Yield a pass's tapes by cache id, with every state if ``keep_states``, else the inputs."""
+    """Yield a pass's tapes by cache id: of every state if ``keep_states``, else of the inputs."""
     tapes = {}
     try:
         for recorder in recorders:
@@ -248,16 +248,16 @@ def recording(recorders: list[Recorder], keep_states: bool):
 
 
 def recorders(model: nn.Module) -> list[Recorder]:
-    """A recorder for each recurrent layer of mlx-lm's: an innermost module that takes a cache."""
+    """Make a recorder for each recurrent layer of mlx-lm: an innermost module with a cache."""
     found = {path: m for path, m in model.named_modules() if path and _is_recurrent(m)}
     if any(unhooked(m).__module__.startswith("mlx_vlm.") for m in found.values()):
-        return []  # its recurrences change the cache themselves
+        return []  # mlx-vlm's recurrences change the cache themselves
     inner = [p for p in found if not any(q.startswith(f"{p}.") for q in found)]
     return [Recorder(found[path]) for path in inner]
 
 
 def _contiguous(x):
-    """Copy an array. A numpy array is copied now; MLX would copy it with the next token."""
+    """Copy an array: one of numpy at once, since MLX would copy it only with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

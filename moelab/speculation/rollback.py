@@ -1,16 +1,16 @@
-"""Take the last tokens back out of mlx-lm's caches: it is as if they had not been read.
+"""Take the last tokens back out of mlx-lm's caches, as if the model had not read them.
 
-An attention cache is trimmed. A recurrent state (``ArraysCache``) has every token of the text
-folded into one array. ``Rollback`` has three strategies to get the state after fewer tokens:
+An attention cache is trimmed. A recurrent state (``ArraysCache``) is one array that depends on
+every token of the text. ``Rollback`` has three strategies to get the state after fewer tokens:
 
-    restore   put back the state from before the pass, and run the model over those that stay
-    replay    keep the recurrence's inputs, and run it alone again: no weights, no experts
+    restore   put back the state from before the pass, and run the model over the kept tokens
+    replay    keep the recurrence's inputs, and run it alone, without weights and experts
     states    keep the state after every token (the gated delta rule of ``kernels`` replays)
 
 The last two use the tapes of ``recurrence``. ``states`` costs memory. It costs no time where a
-kernel writes every state (CUDA) or mlx-lm loops over the tokens, but does for Mamba 2 and on Metal,
-where tokens are computed together. ``auto`` chooses by Metal and ``STATES_NBYTES``, and restores
-where a layer's recurrence is not known.
+kernel writes every state (CUDA) or mlx-lm loops over the tokens. It costs time for Mamba 2 and on
+Metal, where tokens are computed together. ``auto`` replays on Metal or above ``STATES_NBYTES``. It
+restores if a layer's recurrence is not known.
 """
 
 from contextlib import contextmanager
@@ -34,10 +34,10 @@ class Rollback:
 
         rollback = Rollback(model, cache)
         logits = rollback(tokens)   # a pass over tokens [B, T]
-        rollback.undo(n)            # the cache as after the first T - n of them
+        rollback.undo(n)            # the cache is as after the first T - n tokens
         rollback.commit()           # drops what undoing would need
 
-    Passes add up until ``commit``: ``undo`` may reach over several. The model's layers are changed
+    ``undo`` may take back several passes, up to the last ``commit``. The model's layers are changed
     during a pass only. Entries of ``cache`` may be replaced between a commit and the next pass, as
     mlx-lm does to quantize them.
 
@@ -137,7 +137,7 @@ class Rollback:
         return not mx.metal.is_available() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
-        """Whether the first tapes, asked for their pass's last token, give what the caches hold."""
+        """Whether the first tapes give, after their pass's last token, what the caches hold."""
         equal = [
             mx.array_equal(a, b)
             for tape in current.tapes.values()
@@ -171,7 +171,7 @@ class _Pass:
             _take_back(c, snapshot)
 
     def shorten(self, n: int) -> bool:
-        """Take back the last ``n`` tokens, not all. False: a recurrent cache has no tape."""
+        """Take back the last ``n`` tokens, not all; False if a recurrent cache has no tape."""
         complete = True
         for c, snapshot in self.snapshots:
             if not isinstance(c, ArraysCache):
@@ -185,7 +185,7 @@ class _Pass:
 
 
 def _check(c, more: int = 0) -> None:
-    """Refuse a cache from which tokens cannot be taken back once ``more`` have gone in."""
+    """Refuse a cache from which tokens cannot be taken back after ``more`` tokens were added."""
     if not isinstance(c, (ArraysCache, RotatingKVCache)) and not _trimmable(c, more):
         raise ValueError(
             f"rollback: a {type(c).__name__} of {_length(c) + more} tokens cannot be rolled back: "
@@ -201,37 +201,37 @@ def _check(c, more: int = 0) -> None:
 
 
 def _trimmable(c, more: int = 0) -> bool:
-    """Whether ``trim`` can take tokens back exactly once ``more`` have gone in."""
+    """Whether ``trim`` still takes tokens back exactly after ``more`` tokens were added."""
     if isinstance(c, (RotatingKVCache, BatchRotatingKVCache)):
         return _length(c) + more < c.max_size
     return getattr(c, "is_trimmable", lambda: False)()
 
 
 def _length(c) -> int:
-    """Tokens that have gone into an attention cache."""
+    """Return the number of tokens added to an attention cache."""
     # In batched caches ``offset`` is an array with a number for each row.
     lengths = (getattr(c, name, None) for name in ("_offset", "offset", "_idx"))
     return next((n for n in lengths if isinstance(n, int)), 0)
 
 
 def _copies(arrays) -> tuple:
-    # mx.array shares the data. MLX copies it only if one of the two is written to.
+    # mx.array shares the data. MLX copies it only if one of the two arrays is written to.
     return tuple(None if x is None else mx.array(x) for x in arrays)
 
 
 def _snapshot(c, more: int):
-    """Check a cache, and give what ``_take_back`` needs to undo a pass over ``more`` tokens."""
+    """Check a cache, and return what ``_take_back`` needs to undo a pass over ``more`` tokens."""
     _check(c, more)
     if isinstance(c, ArraysCache):
         return list(c.cache), *_copies((c.left_padding, c.lengths))
     if _trimmable(c, more):
         return _length(c)
-    keys, values, *rest = c.state  # it is full: new tokens overwrite old ones, so keep the old
+    keys, values, *rest = c.state  # the cache is full: new tokens will overwrite these
     return _copies((keys, values)), rest
 
 
 def _take_back(c, snapshot) -> None:
-    """Put a cache back to its state when the snapshot was made."""
+    """Put a cache back to its state at the snapshot."""
     if isinstance(c, ArraysCache):
         arrays, *paddings = snapshot
         c.state = list(arrays), *_copies(paddings)

@@ -1,8 +1,8 @@
-"""Which token follows: the target's choice, and whether a draft agrees with it.
+"""Chooses the target's tokens, and counts the guesses that agree with them.
 
 The target chooses every token, each position with its own random numbers. A draft chooses with the
-same ones, so where the two agree about a distribution they choose the same token, and it is
-accepted. No probabilities are compared, so any sampler will do (Daliri et al., arXiv 2408.07978).
+same numbers, so where draft and target have the same distribution they choose the same token, which
+is accepted. No probabilities are compared, so any sampler works (Daliri et al., arXiv 2408.07978).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from mlx_lm.sample_utils import greedy_sampler
 
 
 def num_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
-    """How many drafts precede the first that the target did not choose, or has not yet chosen."""
+    """Count the drafts before the first that the target did not choose, or has not yet chosen."""
     pairs = enumerate(zip(drafts, chosen))
     return next((i for i, (a, b) in pairs if a != b), min(len(drafts), len(chosen)))
 
 
 class Chooser:
-    """Applies processors, which look at all accepted ``tokens``, and sampler to rows of logits."""
+    """Applies processors, which get all accepted ``tokens``, and a sampler to rows of logits."""
 
     def __init__(self, sampler: Callable | None, processors: list | None, tokens: mx.array):
         self._sampler, self._processors = sampler or greedy_sampler, processors or []
@@ -30,9 +30,9 @@ class Chooser:
     def __call__(
         self, logits: mx.array, drafts: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """The target's tokens ``[k]`` and log probabilities ``[k, V]`` for logits ``[k, V]``.
+        """Give the target's tokens ``[k]`` and log probabilities ``[k, V]`` for logits ``[k, V]``.
 
-        ``drafts`` ``[k - 1]`` are the tokens that the rows after the first follow.
+        Row i of the logits follows the first i of ``drafts`` ``[k - 1]``.
         """
         self._keys = []
         return self._rows(logits, lambda i: drafts[:i] if i else None)
@@ -55,7 +55,7 @@ class Chooser:
             set_state(before)
 
     def commit(self, tokens: mx.array) -> None:
-        """Accept ``tokens``, with which the last call's choices begin."""
+        """Accept ``tokens``, the first of the last call's choices."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):
@@ -81,6 +81,6 @@ class Chooser:
 
 def set_state(key: mx.array) -> None:
     """Let mx.random go on from ``key`` [2], a former ``mx.random.state[0]``."""
-    # It cannot be assigned. Seeding with the key's two 32-bit halves gives the same state.
+    # The state cannot be assigned. Seeding with the key's two 32-bit halves gives the same state.
     high, low = key.tolist()
     mx.random.seed(high << 32 | low)

@@ -16,7 +16,7 @@ _SHARED_LOCK = threading.RLock()
 
 
 def lock(model: nn.Module) -> threading.RLock:
-    """The lock to hold while a pass has hooks in the model's layers: its own, or a shared one."""
+    """The lock to hold while a pass has hooks in layers: the model's own, or a shared one."""
     return getattr(model, "lock", _SHARED_LOCK)
 
 
@@ -39,18 +39,18 @@ def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
 
 
 def compute_alike(draft: nn.Module, model: nn.Module, dtype: mx.Dtype) -> None:
-    """Give a draft's network its target's number type and, for good, its fast kernels."""
+    """Give a draft's network its target's dtype and, permanently, its fast kernels."""
     draft.set_dtype(dtype)
     if kernels.used(model) and not kernels.used(draft):
         kernels.use(draft)
-    # Evaluate all arrays here: another thread may draft, in which MLX could not compute them.
+    # Evaluate all arrays here: another thread may draft, and could not evaluate them.
     mx.eval([list(module.values()) for module in draft.modules()])
 
 
 class Capture:
-    """Keeps the outputs of some decoder layers while a ``with`` block lasts. Can be entered again.
+    """Keeps the outputs of some decoder layers during a ``with`` block; it can be entered again.
 
-    Hold the model's ``lock`` meanwhile where other threads may call it.
+    Hold the model's ``lock`` during the block if other threads may call the model.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
@@ -59,7 +59,7 @@ class Capture:
 
     def __enter__(self) -> "Capture":
         self._outputs = {}
-        try:  # an ``ExitStack`` takes 10 us more, with every token
+        try:  # an ``ExitStack`` takes 10 us more for every token
             for hook in self._hooks:
                 hook.install()
         except BaseException:
