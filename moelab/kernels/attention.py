@@ -1,12 +1,12 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
-MLX's own is two products of its BLAS, in its Linux packages the reference one. Here values are
-added key after key, and a hidden key adds exactly 0 to a query that sees another one. So a token's
-result does not depend on how a text is divided into passes, while a cache holds the keys in their
-order. A full rotating cache (gpt_oss, afmoe) does not: other passes round differently there.
+MLX's attention is two products of its BLAS, in its Linux packages the reference BLAS. Here values
+are added key after key, and a masked key adds exactly 0 to a query that sees any other key. So a
+token's result does not depend on how a text is divided into passes, if the cache holds the keys in
+order. A full rotating cache (gpt_oss, afmoe) does not: with it, other passes round differently.
 
-The sum of n values is divided at the end: it is inf or NaN where they are above float32's largest
-number / n. Scores that overflow (above 3e38) are inf or NaN in other places than with MLX.
+The sum of n values is divided at the end, so it is inf or NaN if the values are above float32's
+largest number / n. Scores that overflow (above 3e38) give inf or NaN in other places than MLX.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CHUNK = 4  # vectors of a value that are added up side by side
 
 
 def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    """mlx-lm's ``scaled_dot_product_attention``, computed when it is called."""
+    """Return mlx-lm's ``scaled_dot_product_attention``, computed at once, not lazily."""
 
     def call(queries, keys, values, cache, scale, mask, sinks=None):
         arrays = [a for a in (queries, keys, values, sinks) if a is not None]
@@ -62,15 +62,15 @@ def agree(q, k, v, mask=None, sinks=None) -> bool:
 
 
 def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
-    """What ``mx.fast.scaled_dot_product_attention`` gives, in float32: ``[B, H, Tq, Dv]``.
+    """Compute ``mx.fast.scaled_dot_product_attention`` in float32: ``[B, H, Tq, Dv]``.
 
-    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; a mask that is no
-    string broadcasts to ``[B, H, Tq, Tk]``. Sinks ``[H]`` are scores without a value.
+    Shapes: q ``[B, H, Tq, D]``; k ``[B, Hk, Tk, D]``; v ``[B, Hk, Tk, Dv]``; a mask array
+    broadcasts to ``[B, H, Tq, Tk]``. Sinks ``[H]`` are scores without a value.
     """
     q = np.ascontiguousarray(q * np.float32(scale))
     k, v = code.in_rows(k), code.in_rows(v)
     (B, H, Tq, D), (Hk, Tk, Dv) = q.shape, v.shape[1:]
-    G = H // Hk  # heads that share keys; a row is a query of one of them
+    G = H // Hk  # heads that share keys; a row is a query of one head
     q, y = q.reshape(B, Hk, G * Tq, D), np.empty((B, Hk, G * Tq, Dv), np.float32)
     if isinstance(mask, np.ndarray):
         mask = np.broadcast_to(mask, (B, H, Tq, Tk))  # a view
@@ -90,7 +90,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
         task[[0, 3, 5]] = address(k[b, h]), address(q[b, h, first:]), address(s)
-        task[6:] = each, each, n, keys, keys  # rows in their order
+        task[6:] = each, each, n, keys, keys  # the rows in order
         work = s.size * D
         team.run(scores_of, address(task), 1, pieces=team.pieces(work, keys // 2))
         if isinstance(mask, np.ndarray):
@@ -109,7 +109,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
         )
 
     step = min(max(1, SCORES // Tk), G * Tq)
-    # Kept until the end: another thread may put its own in the cache's place.
+    # Keep the row numbers until the end: another thread may replace them in the cache.
     _kept, each = quantized.in_order(step)
     starts = range(0, G * Tq, step)
     with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
@@ -121,7 +121,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
 class _Softmax(Code):
     """Turns scores into weights of a softmax, not divided by their sum.
 
-    ``sums`` has a score without a value for each row, or -inf, and gets this score's weight. If
+    ``sums`` has each row's sink (a score without a value) or -inf, and gets the sink's weight. If
     ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys; other keys' weights are 0.
     """
 
@@ -167,7 +167,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Means y ``[rows, Dv]`` of values ``[keys, Dv]``; sums of weights begin with ``sums``."""
+    """Writes y ``[rows, Dv]``, means of values ``[keys, Dv]``. Weights' sums start from ``sums``."""
 
     form = "Dv"
     signature = "*weights *values *sums *y rows keys"

@@ -1,8 +1,8 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
-A block is a dozen calls of native code, with numpy between them; MLX takes 16 to 60 us to evaluate
-each module. Only text in float32 without padding, projections of ``modules`` without a bias and
-mlx-lm's caches are computed so. Otherwise mlx-lm's modules are called: in training, with hooks, or
+A block is a dozen calls of native code, with numpy between them. MLX takes 16 to 60 us to evaluate
+each module. A block computes only text in float32 without padding, with projections of ``modules``
+without a bias and mlx-lm's caches. Else it calls mlx-lm's modules: also in training, with hooks, or
 when another library has replaced a method or function.
 """
 
@@ -26,9 +26,9 @@ class Recurred(NamedTuple):
     """What a gated-delta block did in a pass."""
 
     y: np.ndarray  # ``[n, D]``, the output
-    before: np.ndarray  # ``[B, width - 1, C]``, inputs of the convolution before the tokens
-    qkv: np.ndarray  # ``[n, C]``, those of the tokens
-    after: np.ndarray  # ``[B, width - 1, C]``, those before the next token
+    before: np.ndarray  # ``[B, width - 1, C]``, the convolution's inputs before the tokens
+    qkv: np.ndarray  # ``[n, C]``, its inputs of the tokens
+    after: np.ndarray  # ``[B, width - 1, C]``, its inputs before the next token
     state: np.ndarray  # ``[B, Hv, Dv, Dk]``, the recurrent state after the tokens
     inputs: tuple  # arguments of ``gated_delta.recur``
 
@@ -40,7 +40,7 @@ class Recurred(NamedTuple):
 
 
 class Block(modules.Watched):
-    """Mixed into a class of mlx-lm's blocks. ``originals``: what it replaces, see ``replaced``."""
+    """Mixed into a class of mlx-lm's blocks. ``originals`` is for ``hooks.replaced``."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
@@ -54,12 +54,12 @@ class Block(modules.Watched):
 
     known_call = __call__
     has_cache = True
-    recorder = None  # of ``speculation.recurrence``, while it records this block
+    recorder = None  # a ``Recorder`` of ``speculation.recurrence`` while it records
 
     def forward(self, x: Rows, B: int, mask: Any = None, cache: Any = None) -> np.ndarray | None:
         """Compute the block for B texts of equal length; x ``[n, D]`` has their tokens as rows.
 
-        None, and nothing has changed, if this way does not fit the call.
+        Return None and change nothing if the kernels do not fit the call.
         """
         raise NotImplementedError
 
@@ -71,7 +71,7 @@ class Block(modules.Watched):
 
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
-    """Call a module with ``given`` (mask, cache) as a block, else through MLX: a new ``[n, D]``."""
+    """Call a module with ``given`` (mask, cache), as a block or else by MLX; return ``[n, D]``."""
     known = is_itself(module, Block) or is_itself(module, modules.FastMLP)
     y = module.forward(x, B, *given) if known else None
     if y is None:
@@ -80,7 +80,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
-    """A parameter ``[size]``. While a program is recorded, nobody else can change its memory."""
+    """Return a parameter ``[size]``. For a recorded program nobody else can change its memory."""
     a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
@@ -93,12 +93,12 @@ def is_norm(module: nn.Module, kind: type = nn.RMSNorm) -> bool:
 
 
 def normed(norm: nn.Module, x: np.ndarray, add: np.ndarray | None = None) -> Rows:
-    """The output of a norm for rows x, to which ``add`` is added before, in place."""
+    """Apply a norm to rows x, after ``add`` is added to x in place."""
     return Rows(rowwise.rms_norm(x, weight_of(norm, x.shape[-1]), norm.eps, add=add))
 
 
 def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for an array ``[B, ...]`` of a cache that is of other texts."""
+    """Raise ValueError if a cache's array ``[B, ...]`` is not float32 of this shape."""
     if a.shape != shape or a.dtype != mx.float32:
         kind = str(a.dtype).removeprefix("mlx.core.")
         raise ValueError(
@@ -121,7 +121,7 @@ class GatedDelta(Block):
         return did.y
 
     def held(self, cache: ArraysCache | None, zeros: tuple) -> list[np.ndarray]:
-        """What the convolution and the state of a cache hold; else what a new text begins with."""
+        """Return a cache's convolution inputs and state, or ``zeros``, with which a text begins."""
         given = (None, None) if cache is None else cache.cache
         for a, zero in zip(given, zeros):
             if a is not None:
@@ -129,14 +129,14 @@ class GatedDelta(Block):
         return [z if a is None else np.ascontiguousarray(a) for a, z in zip(given, zeros)]
 
     def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
-        """Put into a cache what the next tokens need (``state``: else a copy of ``did.state``)."""
+        """Put into a cache what the next tokens need; no ``state``: a copy of ``did.state``."""
         cache[0], cache[1] = to_mlx(did.after), to_mlx(did.state) if state is None else state
         cache.advance(len(did.y) // len(did.after))
         if self.recorder is not None:
             self.recorder.keep(cache, did)
 
     def knows(self, mask: Any, cache: Any) -> bool:
-        """Whether this way fits the mask and the cache of a call."""
+        """Whether the kernels fit the mask and the cache of a call."""
         if cache is None or mask is not None:
             return mask is None
         is_known = type(cache) is ArraysCache and cache.lengths is None and len(cache.cache) == 2
@@ -158,14 +158,14 @@ class GatedDelta(Block):
         return products(self, *self.projections, "out_proj")
 
     def zeros(self, B: int) -> tuple[np.ndarray, np.ndarray]:
-        """What is in a cache before the first token: of the convolution, and the state."""
+        """Return a new text's convolution inputs and recurrent state, both 0."""
         before = np.zeros((B, self.conv_kernel_size - 1, self.conv_dim), np.float32)
         return before, np.zeros((B, self.num_v_heads, self.head_v_dim, self.head_k_dim), np.float32)
 
     def compute(
         self, x: Rows, B: int, found: list, before: np.ndarray, state: np.ndarray
     ) -> Recurred:
-        """Compute the block from its matrices and from what ``zeros`` gives for a new text."""
+        """Compute the block from its matrices, past convolution inputs and state."""
         *projections, out = found
         n, T, norm = len(x.x), len(x.x) // B, self["norm"]
         Hk, Dk, Hv, Dv = self.num_k_heads, self.head_k_dim, self.num_v_heads, self.head_v_dim
@@ -196,7 +196,7 @@ class GatedDelta35(GatedDelta):
     norm_type = qwen3_5.RMSNormGated
 
     def project(self, x: Rows, projections: list) -> list[np.ndarray]:
-        """Four arrays ``[n, ...]``: q, k and v in one, then z, b and a."""
+        """Return four arrays ``[n, ...]``: q, k and v in one, then z, b and a."""
         return x.multiply(*projections)
 
 
@@ -249,12 +249,12 @@ class Attention(Block):
         return products(self, "q_proj", "k_proj", "v_proj", "o_proj")
 
     def turns(self, offset: int, T: int) -> list[np.ndarray]:
-        """Cosines and sines ``[T, dims / 2]`` of this block's rope, from position ``offset`` on."""
+        """Cosines and sines ``[T, dims / 2]`` of the block's rope, from position ``offset`` on."""
         rope = self["rope"]
         return turns(rope.dims, rope.base, rope.scale, offset, T)
 
     def project(self, x: Rows, found: list, cos: np.ndarray, sin: np.ndarray) -> list[np.ndarray]:
-        """Queries, keys (both turned), values and a gate, maybe empty: ``[n, heads, size]``."""
+        """Return rotated queries and keys, values, gate (maybe empty): ``[n, heads, size]``."""
         if "n_heads" in vars(self):  # qwen3 and qwen3_moe
             H, Hk = self.n_heads, self.n_kv_heads
         else:
@@ -267,9 +267,9 @@ class Attention(Block):
         return [*turned, v, q[..., D:]]
 
     def attend(self, q, k, v, mask, cache):
-        """Attention of ``[B, heads, T, size]`` to what is in the cache and to k and v."""
+        """Compute attention ``[B, heads, T, size]`` to the cache's tokens and to k and v."""
         if cache is not None:
-            # The cache's arrays are MLX's, and which kind it is does not matter here.
+            # The cache holds MLX arrays, and may be of any of mlx-lm's kinds.
             for name, a in ("keys", k), ("values", v):  # before anything is written to them
                 held = getattr(cache, name, None)
                 if held is not None:
@@ -283,7 +283,7 @@ class Attention(Block):
         return attention.attend(q, k, v, self.scale, mask)
 
     def leave(self, y: np.ndarray, gate: np.ndarray, found: list) -> np.ndarray:
-        """``[n, D]``, the output for what attention gave ``[n, H, size]``."""
+        """Return the output ``[n, D]`` for the attention's result ``[n, H, size]``."""
         n, H, size = y.shape
         y = y.reshape(n * H, size)
         if gate.shape[-1]:
@@ -291,9 +291,9 @@ class Attention(Block):
         return found[-1].multiply(y.reshape(n, H * size))
 
 
-@lru_cache(maxsize=4)  # all layers of a pass turn by the same
+@lru_cache(maxsize=4)  # all layers of a pass use the same angles
 def turns(dims: int, base: float, scale: float, offset: int, T: int) -> list[np.ndarray]:
-    """Cosines and sines of rotary positions, ``[T, dims / 2]`` each, as MLX turns a 1 into them."""
+    """Return cosines and sines of rotary positions, ``[T, dims / 2]`` each, by MLX's rotation."""
     one = mx.concatenate([mx.ones((1, 1, T, dims // 2)), mx.zeros((1, 1, T, dims // 2))], axis=-1)
     turned = mx.fast.rope(one, dims, traditional=False, base=base, scale=scale, offset=offset)
     turned = np.asarray(turned)[0, 0]
@@ -313,12 +313,12 @@ class Experts(Block):
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
     def own_matrices(self) -> list | None:
-        """Matrices of the router and of the shared expert's gate; None if MLX must compute them."""
+        """Return the matrices of router and shared expert's gate; None if MLX must compute them."""
         gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 
     def likely(self, x: Rows) -> tuple[np.ndarray, np.ndarray] | None:
-        """Experts ``[n, expects]`` and their probabilities for rows x; None if nobody asks."""
+        """Return likely experts ``[n, expects]`` and probabilities for rows x; None if unwanted."""
         module, found = self["switch_mlp"], self.own_matrices()
         if found is None or not is_itself(module, experts.FastExperts) or not module.expects:
             return None
@@ -326,7 +326,7 @@ class Experts(Block):
         return rowwise.route(logits, module.expects, False)
 
     def route(self, x: Rows) -> np.ndarray | None:
-        """The experts of each token ``[n, K]``; None if this way does not fit."""
+        """Return the experts of each token ``[n, K]``; None if the kernels do not fit."""
         found = self.own_matrices()
         return None if found is None else self._route(x, found)[0]
 
@@ -335,7 +335,7 @@ class Experts(Block):
         return rowwise.route(logits, self.top_k, self.norm_topk_prob)
 
     def before_experts(self, x: Rows, B: int, found: list) -> tuple:
-        """Experts ``[n, K]`` and scores of each token; the shared expert's output and its gate."""
+        """Return experts ``[n, K]`` and scores, and the shared expert's output and gate."""
         routed = self._route(x, found)
         if "shared_expert" not in self:
             return routed

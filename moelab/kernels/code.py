@@ -1,4 +1,4 @@
-"""What the kernels share: LLVM code written with a few helpers, and built for this processor."""
+"""What the kernels share: helpers that write LLVM code, and build it for this processor."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ try:
     from llvmlite import ir
 
     llvm.get_host_cpu_name()  # loads LLVM
-except (ImportError, OSError):  # an optional package, and its library
+except (ImportError, OSError):  # the package is optional, or its library is missing
     llvm = ir = F32 = I8 = I16 = I32 = I64 = None
 else:
     from . import stored
@@ -25,7 +25,7 @@ else:
 
 @cache
 def widest() -> int:
-    """Floats in a vector: 16 with AVX-512, else 8, for which some processors take two steps."""
+    """Floats in a vector: 16 with AVX-512, else 8, which some processors compute in two steps."""
     return 16 if llvm.get_host_cpu_features().get("avx512f") else 8
 
 
@@ -52,13 +52,13 @@ def recorded() -> Any:
 
 
 class Memory:
-    """Memory for arrays that follow each other; after ``rewind`` the next ones get it again."""
+    """Memory for consecutive arrays; after ``rewind`` the next arrays get the same memory."""
 
     def __init__(self):
         self._blocks, self._now, self._at = [], 0, 0
 
     def rewind(self) -> None:
-        """Give out all of it again. The arrays that have it keep it."""
+        """Give the same memory to the next arrays. Earlier arrays keep it."""
         self._now = self._at = 0
 
     def empty(self, *shape: int) -> np.ndarray:
@@ -70,30 +70,30 @@ class Memory:
             block = np.empty(max(n, BLOCK) + 16, np.float32)
             self._blocks.append(block[-block.ctypes.data % 64 // 4 :])
         a = self._blocks[self._now][self._at : self._at + n]
-        self._at += -(-n // 16) * 16  # the next one begins in a cache line of its own
+        self._at += -(-n // 16) * 16  # each array begins in a cache line of its own
         return a.reshape(shape)
 
 
 def empty(*shape: int) -> np.ndarray:
-    """An array of float32 that is not filled, in the memory of a program that is recorded."""
+    """An array of float32 that is not filled, in the recorded program's memory if there is one."""
     memory = getattr(recorded(), "memory", None)
     return np.empty(shape, np.float32) if memory is None else memory.empty(*shape)
 
 
 def keep(a: object) -> None:
-    """Keep memory for as long as a program that is being recorded."""
+    """Keep ``a`` alive as long as the program that is being recorded."""
     if (program := recorded()) is not None:
         program.kept.append(a)
 
 
 def address(a: np.ndarray | None) -> int:
-    """Where an array begins; 0 for None."""
+    """The address of an array; 0 for None."""
     if a is None:
         return 0
     keep(a)
-    try:  # a third of the time that numpy's own way takes
+    try:  # takes a third of the time of ``a.ctypes``
         return ctypes.addressof(ctypes.c_char.from_buffer(a))
-    except (TypeError, ValueError):  # it cannot be written to, or its parts are apart
+    except (TypeError, ValueError):  # a read-only or non-contiguous array
         return a.ctypes.data
 
 
@@ -111,14 +111,14 @@ def to_mlx(a: np.ndarray) -> mx.array:
 
 
 def in_rows(a: np.ndarray) -> np.ndarray:
-    """An array ``[..., T, D]``, copied unless the rows of each matrix are one after the other."""
+    """Return an array ``[..., T, D]``, copied unless the rows of each matrix are contiguous."""
     in_order = a.strides[-2:] == (a.itemsize * a.shape[-1], a.itemsize)
     return a if in_order else np.ascontiguousarray(a)
 
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """The kernel that a class writes for L lanes and a form, without addresses: it is stored."""
+    """Return a class's kernel for L lanes and a form. Its code has no addresses: it is stored."""
     args = (len(kind.signature.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
@@ -137,7 +137,7 @@ class Kernel:
         self.arguments = ctypes.c_int64 * num_arguments
 
     def __call__(self, *numbers: int) -> None:
-        """Compute all of it in this thread. The GIL is released meanwhile."""
+        """Compute all of the work in this thread, with the GIL released."""
         arguments = self.arguments(*numbers)
         self._function(ctypes.addressof(arguments), 0, 1)
 
@@ -145,9 +145,9 @@ class Kernel:
 class Code:
     """A function ``run(arguments, piece, pieces)`` in LLVM's language.
 
-    A subclass's ``write`` writes it: the part ``piece`` of the work, of so many ``pieces``.
-    ``form`` names what it is written for, ``signature`` its arguments: with a star the address of
-    float32.
+    A subclass's ``write`` writes the function, which computes part ``piece`` of ``pieces`` parts.
+    ``form`` names the constants that the code is written for, ``signature`` the arguments; a star
+    marks the address of float32.
     """
 
     form = signature = ""
@@ -172,20 +172,20 @@ class Code:
         return ir.Function(self._module, ir.FunctionType(returns, arguments), name)
 
     def compile(self) -> bytes:
-        """Write the function, and give its object code for this processor."""
+        """Write the function, and return its object code for this processor."""
         self.write()
         self.b.ret_void()
         machine = _machine()
         options = llvm.create_pipeline_tuning_options(speed_level=3)
         passes = llvm.create_pass_builder(machine, options)
-        # Freed here: a Ctrl-C in its ``__del__`` would be lost.
+        # Free the module here: a Ctrl-C in its ``__del__`` would be lost.
         with llvm.parse_assembly(str(self._module)) as parsed:
             parsed.verify()
             passes.getModulePassManager().run(parsed, passes)
             return machine.emit_object(parsed)
 
     def link(self, code: bytes) -> Kernel:
-        """The kernel of object code."""
+        """Make a kernel of object code."""
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
@@ -238,7 +238,7 @@ class Code:
         return self.intrinsic("fma", a, b, c)
 
     def spread(self, x):
-        """A number in every place of a vector."""
+        """Put a number in every place of a vector."""
         nothing = ir.Constant(self.floats, ir.Undefined)
         one = self.b.insert_element(nothing, x, I32(0))
         return self.b.shuffle_vector(one, nothing, ir.Constant(self.ints, [0] * self.L))
@@ -263,20 +263,20 @@ class Code:
         return self.b.mul(a, I64(b) if isinstance(b, int) else b)
 
     def all(self, x):
-        """A constant in every place of a vector."""
+        """Return a vector with a constant in every place."""
         return ir.Constant(self.floats, [float(x)] * self.L)
 
     def intrinsic(self, name, *vectors):
-        """A function of LLVM that takes vectors of floats and gives one."""
+        """Call LLVM's function that takes vectors of floats and gives one."""
         name = f"llvm.{name}.v{self.L}f32"
         found = self._module.globals.get(name)
         found = found or self._declare(name, self.floats, [self.floats] * len(vectors))
         return self.b.call(found, vectors)
 
     def exp(self, x):
-        """e to the power of each number, within 1e-7: 2**n times a polynomial (Cephes)."""
+        """Compute e to the power of each number, within 1e-7: 2**n times a polynomial (Cephes)."""
         b, ints = self.b, self.ints
-        low, high = self.all(-104), self.all(89)  # beyond them it is 0 and inf
+        low, high = self.all(-104), self.all(89)  # beyond these the result is 0 or inf
         within = b.select(b.fcmp_ordered("<", x, low), low, x)
         within = b.select(b.fcmp_ordered(">", within, high), high, within)
         n = self.intrinsic("floor", self.fma(within, self.all(1.44269504), self.all(0.5)))
@@ -286,7 +286,7 @@ class Code:
         for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.5):
             y = self.fma(y, rest, self.all(c))
         y = b.fadd(self.fma(b.fmul(y, rest), rest, rest), self.all(1))
-        # In two steps: 2**128 is no float32, and below 2**-126 only the product is exact.
+        # Multiply in two steps: 2**128 is no float32, and below 2**-126 only the product is exact.
         whole = b.fptosi(n, ints)
         half = b.ashr(whole, ir.Constant(ints, [1] * self.L))
         for power in (half, b.sub(whole, half)):
@@ -302,7 +302,7 @@ class Code:
         return self.b.fdiv(x, self.b.fadd(self.all(1), self.exp(self.b.fneg(x))))
 
     def softplus(self, x):
-        """log(1 + e**x), by the series of the logarithm in u / (2 + u) for u = e**-abs(x)."""
+        """Compute log(1 + e**x), by the logarithm's series in u / (2 + u) for u = e**-abs(x)."""
         b = self.b
         u = self.exp(b.fneg(self.intrinsic("fabs", x)))
         z = b.fdiv(u, b.fadd(u, self.all(2)))
@@ -313,7 +313,7 @@ class Code:
         return self.fma(b.fmul(self.all(2), z), y, above)
 
     def share(self, n):
-        """The first of the n things that this piece computes, and the first after them."""
+        """Return the range, first and end, of the n items that this piece computes."""
         first, end = (self.mul(n, self.add(self.piece, i)) for i in (0, 1))
         return self.b.udiv(first, self.pieces), self.b.udiv(end, self.pieces)
 

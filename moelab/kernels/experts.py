@@ -10,13 +10,13 @@ from . import code, modules, quantized, rowwise, team
 from .code import to_mlx
 from .quantized import Matrices, Rows
 
-Projections = tuple[list[Matrices], Matrices]  # of gate and up, which may be one; and of down
+Projections = tuple[list[Matrices], Matrices]  # of gate and up (or both in one), and of down
 
 
 class FastExperts:
-    """The experts of one layer; ``forward`` is a call with numpy's arrays."""
+    """The experts of one layer; ``forward`` computes them with numpy's arrays."""
 
-    # How many likely experts of each token ``expect`` gets before attention, while ``expecting``.
+    # While ``expecting``, ``expect`` gets this many likely experts of each token before attention.
     expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:
@@ -31,7 +31,7 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit. For one token ``placed`` may compute it, into its ``y``.
+        None if the kernels do not fit. For one token ``placed`` may compute this, in its ``y``.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:
@@ -43,7 +43,7 @@ class FastExperts:
 def call_for(
     found: Projections | None, x: Rows, shape: tuple[int, int], placed: "PlacedExperts | None"
 ) -> "ExpertCall | PlacedExperts | None":
-    """What computes ``FastExperts.forward`` with these projections; None if they do not fit."""
+    """Return the call that computes ``FastExperts.forward``; None if the projections do not fit."""
     if found is None or found[0][0].inputs != x.x.shape[-1]:
         return None
     return placed if placed and placed.bind(found) else ExpertCall(found, x, shape)
@@ -55,7 +55,7 @@ def takes_rows(module: nn.Module) -> bool:
 
 
 class ExpertsInModule(FastExperts):
-    """Mixed into ``SwitchGLU``, whose gate and up may be one: computes it in one call."""
+    """Mixed into ``SwitchGLU``: computes all projections in one call; gate and up may be one."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         call = self.begin(x, indices.shape)
@@ -75,7 +75,7 @@ class ExpertsInModule(FastExperts):
         return None if down is None or None in gate_up else (gate_up, down)
 
     def matrices_for(self, x: mx.array) -> Projections | None:
-        """``all_matrices``; None if the kernels cannot compute a call for x ``[..., D]`` now."""
+        """Return ``all_matrices``, or None if the kernels cannot compute x ``[..., D]`` now."""
         found = self.all_matrices() if modules.takes(x) else None
         return None if found is None or found[0][0].inputs != x.shape[-1] else found
 
@@ -108,7 +108,7 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 class ExpertCall:
     """A call for tokens x ``[n, D]`` and indices of a shape ``[..., K]``, computed in parts.
 
-    ``y`` ``[n * K, D]`` fills part by part, with ``in_mlx`` in MLX's memory, to save a copy.
+    Each part fills its rows of ``y`` ``[n * K, D]``. ``in_mlx``: ``y`` is MLX's, to save a copy.
     """
 
     def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):
@@ -120,10 +120,10 @@ class ExpertCall:
         self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute some pairs: their places among all n * K, and the expert of each."""
+        """Compute some pairs, by their places among all n * K and the expert of each."""
         gate_up, down = self._found
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
-        if len(self.y) == self._shape[-1] == len(pairs):  # one token, its experts as they are
+        if len(self.y) == self._shape[-1] == len(pairs):  # one token: no grouping by expert
             parts = quantized.Parts(experts, each, np.ones_like(each), np.zeros_like(each), pairs)
         else:
             parts = quantized.Parts.of(experts, pairs // self._shape[-1], pairs)
@@ -136,13 +136,13 @@ class ExpertCall:
         down.multiply_parts(packed, parts._replace(x=each), self.y)
 
     def result(self) -> mx.array:
-        """``[..., K, D]``, once all pairs are computed."""
+        """Return ``[..., K, D]``, once all pairs are computed."""
         out = to_mlx(self.y) if self._out is None else self._out
         return out.reshape(*self._shape, -1)
 
 
 class PlacedExperts:
-    """The experts of one token x ``[1, D]``: a program that gets their places in each run."""
+    """The experts of one token x ``[1, D]``: a program; each run gets the experts' addresses."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found
@@ -157,7 +157,7 @@ class PlacedExperts:
             packed = down.pack(rowwise.gated(hidden[:, :F], hidden[:, F:]))
             self._multiply([down], packed, self.y, np.arange(K))
         places = (self._program.places(tasks)[0] for tasks in self._tasks)
-        # Each run copies its tasks from those of all K.
+        # Each run takes its experts' tasks from those of all K.
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):
@@ -181,7 +181,7 @@ class PlacedExperts:
         return _form(found) == self._form
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute the experts at some places of the K, as ``ExpertCall`` does."""
+        """Compute ``experts`` at places ``pairs`` of the K, as ``ExpertCall`` does."""
         both = self._found[0], self._found[1:]
         for (arguments, i, tasks, of_all), matrices in zip(self._calls, both):
             now = tasks[: len(pairs)]

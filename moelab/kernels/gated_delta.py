@@ -38,11 +38,11 @@ def gated_delta(
         and state.shape == (B, Hv, Dv, Dk)
     )
     fits = Dk % 8 == 0 and Hv % k.shape[2] == 0 and mx.default_device() == mx.cpu
-    if steps is not None:  # mlx-vlm's, which also gives the states of so many tokens
+    if steps is not None:  # mlx-vlm's argument: the states of this many tokens are wanted too
         return ops(q, k, v, g, beta, state, mask, steps)
     if not fits or not agree or any(a.dtype != mx.float32 for a in arrays):
         return ops(q, k, v, g, beta, state, mask)
-    if mask is not None:  # of a batch: without decay and new value the state stays as it is
+    if mask is not None:  # of a batch: with g = 1 and beta = 0 the state stays as it is
         decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
@@ -51,10 +51,10 @@ def gated_delta(
 
 
 def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
-    """``gated_delta`` of arrays of numpy. The heads of a token in q, k and v are side by side."""
+    """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v are contiguous."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
-    # The distance of two tokens. With T = 1 the stride of that axis may be any number.
+    # The distance of two tokens. With T = 1 the stride of the time axis may be any number.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),
@@ -66,17 +66,17 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fast_update(update: Callable) -> Callable:
-    """mlx-lm's ``gated_delta_update``, computed by ``gated_delta``."""
-    # mlx-vlm's has another one for prompts, and calls itself through its cache.
+    """Return mlx-lm's ``gated_delta_update``, computed by ``gated_delta``."""
+    # mlx-vlm's function has a second loop for prompts, and its cache calls the function again.
     loops = {n: f for n, f in update.__globals__.items() if n in ("gated_delta_ops", CHUNKED)}
     fast = with_globals(update, {n: partial(gated_delta, ops=f) for n, f in loops.items()})
     fast.__globals__[update.__name__] = fast
 
-    @wraps(update)  # for those who look at its arguments
-    def call(*args, use_kernel=True, **kwargs):  # False while the model is trained
+    @wraps(update)  # for code that inspects its arguments
+    def call(*args, use_kernel=True, **kwargs):  # ``use_kernel`` is False in training
         return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
 
-    call.is_fast = True  # a rollback computes it again, which takes less than keeping every state
+    call.is_fast = True  # a rollback computes it again: that is faster than to keep every state
     return call
 
 
@@ -97,7 +97,7 @@ class _GatedDelta(Code):
         q, k, v, g, beta, state, new, y = pointers
         places = []
         for row in rows:
-            head = b.udiv(row, Dv)  # of all, B * Hv
+            head = b.udiv(row, Dv)  # among all B * Hv heads
             batch, hv, dv = b.udiv(head, Hv), b.urem(head, Hv), b.urem(row, Dv)
             places.append((batch, hv, b.udiv(hv, b.udiv(Hv, Hk)), dv))
 
@@ -137,7 +137,7 @@ class _GatedDelta(Code):
                 self.store(end[i * n + j], new, at)
 
     def _dot(self, a, b):
-        """The sum of products, in two chains so that neither waits long."""
+        """Return the sum of products, in two chains to hide latency."""
         chains = [self.b.fmul(a[i], b[i]) for i in range(min(2, len(a)))]
         for i in range(2, len(a)):
             chains[i % 2] = self.fma(a[i], b[i], chains[i % 2])

@@ -1,7 +1,7 @@
-"""Decoder layers that compute without MLX's graph, and what puts all kernels into a model.
+"""Decoder layers that compute without MLX's graph, and ``use``, which puts kernels into a model.
 
-For a short pass of one text a layer's calls are recorded once: from then on it is two or three
-calls of native code. The records of a model share memory, so one thread at a time may call it.
+For a short pass of one text a layer's calls are recorded once. From then on the layer is two or
+three calls of native code. A model's records share memory: only one thread at a time may call it.
 """
 
 import sys
@@ -25,7 +25,7 @@ from .code import to_mlx
 from .modules import FastMLP, is_itself
 from .quantized import Rows
 
-# A smaller recurrent state is copied in less time than MLX needs to hand over its memory.
+# To copy a smaller recurrent state takes less time than to get its memory from MLX.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # of a pass that is recorded
 
@@ -46,7 +46,7 @@ class Layer(blocks.Block):
             if getattr(module, "expecting", False) and (likely := mlp.likely(normed(after, x.x))):
                 module.expect(*likely)
         h = forward(self.mixer, normed(before, x.x), B, mask, cache)
-        inside = normed(after, h, add=x.x)  # h is the sum from here on
+        inside = normed(after, h, add=x.x)  # adds x to h in place
         return h + forward(mlp, inside, B)
 
     @property
@@ -64,11 +64,11 @@ class Layer(blocks.Block):
         return self["linear_attn" if "linear_attn" in self else "self_attn"]
 
     def _replay(self, x, mask, cache):
-        """A short pass of a text, from a record of the layer's calls; None if that does not fit."""
+        """Compute a short pass from the record of the layer's calls; None if none fits."""
         passes, n = self.__dict__["_passes"], len(x.x)
         found = passes.get(n)
         if found is not None and not found.is_valid():
-            found = passes.clear()  # the other records are of the same modules
+            found = passes.clear()  # the other records have the same modules
         if found is None:
             found = passes[n] = Pass.of(self, n)
         return None if found is None else found.run(x, mask, cache)
@@ -77,7 +77,7 @@ class Layer(blocks.Block):
 class DeltaPass:
     """The record of a ``GatedDelta35`` for a short pass.
 
-    ``first`` computes its input x ``[n, D]`` and goes on here; ``end`` computes its output ``y``.
+    The program ``first`` computes the input x ``[n, D]`` and then, as ``end``, the output ``y``.
     """
 
     def __init__(self, mixer, x, first):
@@ -88,13 +88,13 @@ class DeltaPass:
         self._places = [first.places(a) for a in (*self._zeros, self._did.state)]
 
     def run(self, mask: None, cache: ArraysCache) -> None:
-        """Compute ``end``, and put into the cache what the next token needs."""
+        """Run ``end``, and put into the cache what the next token needs."""
         before, now = self._mixer.held(cache, self._zeros)
         kept = self._mixer.recorder is not None
         in_place = not kept and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
-            # MLX writes to the state's memory if nobody else holds it, and else to a copy. Either
-            # way nobody else has that memory then: it becomes the next state.
+            # MLX writes to the state's memory if nobody else holds it, else to a copy. So nobody
+            # else holds the memory that MLX has written to: it becomes the next state.
             state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
             del now
             cache[1] = None
@@ -136,7 +136,7 @@ class AttentionPass:
 
 
 class Pass:
-    """A short pass of n tokens through a layer, recorded: two or three native calls and experts."""
+    """A recorded pass of n tokens through a layer: two or three native calls, and the experts."""
 
     def __init__(self, layer: Layer, n: int):
         mixer, mlp, memory, (before, after) = layer.mixer, layer["mlp"], layer.memory, layer.norms
@@ -144,7 +144,7 @@ class Pass:
         self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, before["weight"].size)
         first, self._last = team.Program(memory), team.Program(memory)
         ahead = team.Program(memory)
-        with ahead.recording():  # the router before attention
+        with ahead.recording():  # it runs the router before attention
             likely = mlp.likely(normed(after, self._x))
         self._ahead = likely and (ahead, mlp["switch_mlp"], likely)
         with first.recording():
@@ -162,7 +162,7 @@ class Pass:
         with self._last.recording():
             self._out = rowwise.combine(y, scores, h, *shared)
         self._normed, self._y = x.x, self._last.places(y)
-        # What must stay the same: the modules, how they are called, and what is in them. The layer
+        # What must stay the same: the modules, how they are called, and their arrays. The layer
         # holds the record, so the record must not hold the layer.
         (_, _, *self._own), *inside = _inside(layer)
         self._layer, self._inside = weakref.ref(layer), inside
@@ -185,7 +185,7 @@ class Pass:
 
     def is_valid(self) -> bool:
         """Whether the modules, methods and arrays that were recorded are still the same."""
-        layer = self._layer()  # a hook on the layer itself sees what the record gives
+        layer = self._layer()  # the layer may have a hook, which gets the record's output
         own = layer, type(layer), *self._own
         for m, cls, kept, size, parts_of, parts in own, *self._inside:
             if type(m) is not cls or m._training or m.__dict__.get("_kept") is not kept:
@@ -195,7 +195,7 @@ class Pass:
         return not replaced(self._originals) and experts.takes_rows(self._mlp["switch_mlp"])
 
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
-        """The layer's output ``[n, D]``, in memory that is used again; None if it does not fit."""
+        """Compute the output ``[n, D]``, which the next run overwrites; None if x does not fit."""
         if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
         self._x[:] = x.x
@@ -211,12 +211,12 @@ class Pass:
 
 
 def _inside(layer):
-    """A layer's modules but for its experts, with their classes and what is in them."""
+    """Yield a layer's modules, without its experts, with their classes and contents."""
     for name, m in layer.named_modules():
         if not name.startswith("mlp.switch_mlp"):
             keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
-            m.__dict__.setdefault("_kept", modules.Kept())  # until somebody changes the module
-            # For one key ``itemgetter`` gives no tuple, so the first is named twice.
+            m.__dict__.setdefault("_kept", modules.Kept())  # ``Watched`` drops it with a change
+            # For one key ``itemgetter`` gives no tuple, so the first key is given twice.
             parts_of = itemgetter(keys[0], *keys) if keys else tuple
             yield m, type(m), m.__dict__.get("_kept"), len(m), parts_of, parts_of(m)
 
@@ -235,7 +235,7 @@ BLOCKS = {
     qwen3.TransformerBlock: Layer,
 }
 NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
-# Functions of mlx-lm that blocks replace. Layers that are no blocks call what these wrap them in.
+# Functions of mlx-lm that blocks replace. Other layers call them wrapped by these functions.
 CALLED = {
     "gated_delta_update": gated_delta.fast_update,
     "scaled_dot_product_attention": attention.eager_attention,
@@ -243,14 +243,14 @@ CALLED = {
 
 
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
-    """Let a model's layers compute with these kernels. Gives how many modules do, and do not.
+    """Let a model's layers compute with these kernels. Return how many modules do, and do not.
 
-    In training (``model.train()``) they compute with MLX's: these kernels have no gradients. A
-    parameter that was got as ``module["name"]`` and changed in place is to be assigned again.
+    In training (``model.train()``) layers compute with MLX: these kernels have no gradients. If you
+    change in place a parameter that you got as ``module["name"]``, assign the parameter again.
     """
     found, memory = Counter(fast=0, mlx=0), code.Memory()
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
-    for module in reversed(list(model.modules())):  # a module after those in it
+    for module in reversed(list(model.modules())):  # children before their module
         cls, computes = type(module), modules.use(module, types)
         experts.use(module)
         if computes is not None:

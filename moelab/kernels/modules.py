@@ -1,7 +1,7 @@
 """mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
-A module with matrices computes when it is called: it evaluates its input. MLX adds a bias. What the
-kernels do not fit (half precision, other quantizations, a GPU) goes MLX's way.
+A module with matrices computes when it is called: it evaluates its input. MLX adds a bias. Where
+the kernels do not fit (half precision, other quantizations, a GPU), MLX computes the module.
 """
 
 from functools import cache
@@ -19,8 +19,8 @@ from ..system import HERE, Mac
 from . import code, quantized, rowwise
 from .code import to_mlx
 
-# MLX keeps a plain matrix with fewer weights: its call is as fast, even with the reference BLAS of
-# its Linux packages. On macOS it has a fast BLAS and keeps every plain matrix.
+# MLX computes a plain matrix with fewer weights: its call is as fast, even with the reference BLAS
+# of its Linux packages. On macOS MLX has a fast BLAS and computes every plain matrix.
 FLOAT_WEIGHTS = 2**14
 
 
@@ -40,14 +40,14 @@ def check() -> None:
 
 
 def describe() -> str:
-    """Which kernels there are, in a line."""
+    """Name the available kernels in one line."""
     if not available():
         return "mlx; fast ones come with the package llvmlite: pip install llvmlite"
     return f"mlx and fast ({code.widest()} numbers at once)"
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels; give whether they fit, None if it has no matrix."""
+    """Let a module compute with the kernels; return whether they fit, None without a matrix."""
     cls = type(module)
     if cls not in FAST:
         if _is_mlp(cls):
@@ -70,7 +70,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def _fits(module, types=(mx.float32, mx.bfloat16)):
-    """Whether the kernels compute with a module's matrices; affine scales are of these types."""
+    """Whether the kernels compute with a module's matrices; affine scales have ``types``."""
     if isinstance(module, nn.Conv1d):
         channels, _, inputs = module["weight"].shape
         return (inputs, channels) == (1, module.groups) and (
@@ -87,7 +87,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     group, bits, mode = module.group_size, module.bits, module.mode
     return (
-        None not in (group, bits)  # of an mlx-lm module that was quantized by its mode alone
+        None not in (group, bits)  # a module that mlx-lm quantized by its mode alone has None
         and weight.shape[:-1] == scales.shape[:-1]
         and weight.shape[-1] * 32 == scales.shape[-1] * group * bits
         and (biases is None or biases.shape == scales.shape)
@@ -100,7 +100,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
 
 
 class Kept:
-    """What was made of a module's arrays, and the arrays that it was made of."""
+    """The object ``made`` from a module's arrays, and those arrays."""
 
     def __init__(self, arrays: tuple = (None,), made: Any = None, owned: list = ()):
         self.arrays, self.made, self.owned = arrays, made, owned
@@ -110,7 +110,7 @@ class Kept:
 
 
 class Watched:
-    """Mixed into a module: drops what was made of its arrays when one is got or anything is set."""
+    """Mixed into a module: drops its ``Kept`` when an array is got or anything is set."""
 
     def __getattr__(self, key):
         value = super().__getattr__(key)
@@ -124,13 +124,13 @@ class Watched:
 
     def __setattr__(self, key, value):
         super().__setattr__(key, value)
-        if key != "__class__":  # a hook
+        if key != "__class__":  # which a hook sets
             self.__dict__.pop("_kept", None)
 
 
 @cache
 def with_mixin(mixin: type, cls: type) -> type:
-    """A class with a mixin. ``originals``: what it replaces, see ``replaced``."""
+    """Return ``cls`` with a mixin. ``originals`` is for ``hooks.replaced``."""
     kept = {"__module__": cls.__module__, "originals": ((cls, "__call__", cls.__call__),)}
     return type(cls.__name__, (mixin, cls), kept)
 
@@ -140,11 +140,11 @@ class _Fast(Watched):
 
     @property
     def form(self) -> tuple[int, int, str]:
-        """Weights that share a scale, bits of a weight, mode."""
+        """The group size, the bits of a weight, and the mode."""
         return (self.group_size, self.bits, self.mode) if "scales" in self else (1, 32, "float")
 
     def matrices(self) -> quantized.Matrices | None:
-        """The module's matrices, in the memory of its arrays; None if they do not fit now."""
+        """The module's matrices, in the arrays' memory; None if the kernels do not fit now."""
         weight, scales, biases = self["weight"], self.get("scales"), self.get("biases")
         kept = self.__dict__.get("_kept")
         if kept is not None:
@@ -174,12 +174,12 @@ class _Fast(Watched):
 
 
 def _bits(a):
-    """An array that numpy can see: bfloat16 as uint16, in the same memory."""
+    """Return an array that numpy can read: bfloat16 as uint16, in the same memory."""
     return a.view(mx.uint16) if a.dtype == mx.bfloat16 else a
 
 
 def owned(a: mx.array) -> mx.array:
-    """An array in the same memory that nobody else can change in place; else the array itself."""
+    """Return an array in the memory of ``a``, which nobody else can change in place; else ``a``."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -231,7 +231,7 @@ class SwitchMatrices(_Fast):
 
 
 class FastMLP:
-    """Mixed into a family's MLP, ``down(swiglu(gate(x), up(x)))``: evaluates nothing between."""
+    """Mixed into a family's MLP, ``down(swiglu(gate(x), up(x)))``: uses no MLX in between."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.forward(quantized.Rows.of(x)) if takes(x) else None
@@ -245,7 +245,7 @@ class FastMLP:
         return None if replaced(self.originals) else products(self, *names)
 
     def forward(self, x: quantized.Rows, B: int = 1) -> np.ndarray | None:
-        """Compute rows ``[n, D]`` of B texts: ``[n, D]``, None if the kernels do not fit now."""
+        """Compute ``[n, D]`` for rows ``[n, D]`` of B texts; None if the kernels do not fit now."""
         found = self.own_matrices()
         if found is None or found[0].inputs != x.x.shape[-1]:
             return None
@@ -268,7 +268,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``: it is tried on words."""
+    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``: the call is run on strings."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -285,11 +285,11 @@ def _is_mlp(cls):
 
 
 class _Conv1d(_Fast):
-    """Convolves one filter a channel by lazy products; MLX's own takes ten times as long."""
+    """Convolves one filter per channel by lazy products; MLX's own takes ten times as long."""
 
     @property
     def taps(self) -> Kept:
-        """The filters, ``[width, C]`` of numpy (``made``) and ``[C]`` each of MLX (``owned``)."""
+        """The filters: numpy's ``[width, C]`` (``made``), and MLX's, ``[C]`` each (``owned``)."""
         weight, kept = self["weight"], self.__dict__.get("_kept")
         if kept is None or kept.arrays[0] is not weight:
             taps = np.ascontiguousarray(np.asarray(weight)[..., 0].T)
@@ -315,6 +315,6 @@ MIXINS = {
     SwitchMatrices: (QuantizedSwitchLinear, SwitchLinear),
     _Conv1d: (nn.Conv1d,),
 }
-# Made now, so that a method that a library replaces later is noticed, and called.
+# Made at import: if a library replaces a method later, the new method is noticed, and called.
 FAST = {cls: with_mixin(mixin, cls) for mixin, classes in MIXINS.items() for cls in classes}
 LINEARS = FAST[nn.QuantizedLinear], FAST[nn.Linear]

@@ -1,14 +1,14 @@
-"""Products of quantized or plain matrices with float32 rows, built for the processor at hand.
+"""Products of quantized or plain matrices with float32 rows, by kernels for this processor.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
 operations in the same order, whatever other rows, matrices and threads there are (with Numba, LLVM
-might change the order with the number of rows). MLX's sums are in another order: they differ by
+might change the order with the number of rows). MLX adds in another order, so its sums differ by
 rounding.
 
-For affine weights inputs are divided by a power of two, and products multiplied with it, so that
-sums overflow no earlier than MLX's. No bit of a result changes, unless an input is below 1.2e-35.
-Where an input is inf or -inf, a result may be NaN here and inf or -inf with MLX. Sums near
-float32's largest number may pass it in one order and not in the other.
+For affine weights, inputs are divided by a power of two and results multiplied with it, so that
+sums overflow no earlier than MLX's. This changes no bit of a result, unless an input is below
+1.2e-35. If an input is inf or -inf, a result may be NaN here and inf or -inf with MLX. Sums near
+float32's largest number may overflow in one order and not in the other.
 """
 
 import ctypes
@@ -26,18 +26,18 @@ WORD = 32  # bits of a word of packed weights
 # Bits of a weight, and weights that share a scale, in MLX's modes and in plain float32 matrices.
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
-# Rows of x that share an unpacked weight, and how many rows of weights are then handled side by
-# side. These are far apart, as a processor fetches ahead what is read in order: two cores of a Xeon
-# read weights that are in no cache at 29 GB/s with four such rows, at 16 with two adjacent ones.
+# Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side. Rows
+# of weights are far apart, as a processor prefetches what is read in order: two cores of a Xeon
+# read uncached weights at 29 GB/s with four rows far apart, at 16 with two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
-# How far ahead weights are asked for: processors by themselves stop at the end of a page.
+# How far ahead weights are prefetched: processors themselves stop at the end of a page.
 AHEAD_NBYTES = 4 * 1024
-# Rows of weights that stay in a core's cache while all rows of x are multiplied with them. Where
-# one group of rows of x is all there is, all weights are one tile.
+# Rows of weights that stay in a core's cache while all rows of x are multiplied with them. If there
+# is only one group of rows of x, all weights are one tile.
 TILE = 64
-# The int64 of a task, which multiplies some rows of x with one matrix. Eight are addresses: of
-# weights, scales, biases, x, its sums, y, and of the numbers of its rows in x and in y. Three are
-# numbers: how many rows of x, how many of the matrix, and floats from one row of y to the next.
+# How many int64 a task has. A task multiplies some rows of x with one matrix. Eight are
+# addresses: weights, scales, biases, x, sums of x, y, the task's row numbers in x, and those in y.
+# Three are counts: rows of x, rows of the matrix, and floats from one row of y to the next.
 TASK = 11
 
 
@@ -54,7 +54,7 @@ def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> 
 
 
 def divisor(mode: str, bits: int) -> int:
-    """A power of two, not below the sum of a word's affine weights: inputs are divided by it."""
+    """The divisor of inputs: a power of two, not below the sum of a word's affine weights."""
     return (WORD // bits) << bits if mode == "affine" else 1
 
 
@@ -63,7 +63,7 @@ class Packed(NamedTuple):
 
     x: int  # address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word
     sums: int  # address of the sums of each word's inputs, ``[rows, D / (L * n), L]``
-    memory: np.ndarray  # keeps both
+    memory: np.ndarray  # of both
 
 
 class Parts(NamedTuple):
@@ -88,7 +88,7 @@ class Matrices:
 
     Shapes: weight ``[E, N, D * bits / 32]`` as ``mx.quantize`` packs it, or float32; scales and
     biases ``[E, N, D / group_size]``, float32, or bfloat16 as uint16 (mxfp4: scales alone, uint8).
-    A single matrix may come without E.
+    A single matrix may lack the axis E.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Matrices:
         return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
-        """Multiply packed rows with several matrices into y ``[n, N]``, whose rows may be apart."""
+        """Multiply packed rows with several matrices into y ``[n, N]``, which may have gaps."""
         if y.shape[1] != self.outputs:
             raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
@@ -158,7 +158,7 @@ class Rows:
 
     @classmethod
     def of(cls, x: mx.array) -> "Rows":
-        """The rows of an array ``[..., D]``. It is evaluated, and copied if rows are apart."""
+        """Make rows of an array ``[..., D]``, which is evaluated, and copied if not contiguous."""
         return cls(np.ascontiguousarray(np.asarray(x).reshape(-1, x.shape[-1])))
 
     def packed_for(self, matrices: Matrices) -> Packed:
@@ -171,7 +171,7 @@ class Rows:
         return self._packed[form]
 
     def multiply(self, *matrices: Matrices) -> list[np.ndarray]:
-        """Multiply the rows with matrix 0 of each: ``[n, N]``."""
+        """Multiply the rows with matrix 0 of each ``Matrices``: ``[n, N]``."""
         n, ys, calls = len(self.x), [], {}
         _kept, at = in_order(n)
         for m in matrices:
@@ -189,7 +189,7 @@ class Rows:
 
 
 def in_order(n: int) -> tuple[np.ndarray, int]:
-    """The rows 0 to n - 1 for a task, and the address of the numbers, which are kept."""
+    """Return the row numbers 0 to n - 1 for a task, and their address; both are cached."""
     numbers, address = _numbers((n - 1).bit_length())
     return numbers[:n], address
 
@@ -201,13 +201,13 @@ def _numbers(bits):
 
 
 def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) -> Kernel:
-    """The kernel for matrices of one form: it takes the address of the tasks and their number."""
+    """The kernel for matrices of one form; it takes the tasks' address and their number."""
     L = code.lanes(inputs * bits // WORD)
     return code.kernel_of(_Product, L, mode, bits, group, inputs, half)
 
 
 class _Packer(Code):
-    """Rows in the order of ``Packed``, the inputs of L words at a time."""
+    """Packs rows in the order of ``Packed``, the inputs of L words at a time."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"
@@ -233,10 +233,10 @@ class _Packer(Code):
 
 
 class _Product(Code):
-    """Products of n tasks, tile by tile, with some rows of x and of weights (``ROWS``) at a time.
+    """Computes n tasks, tile by tile, with some rows of x and of weights (``ROWS``) at a time.
 
     For each block of L words, weights at the same place in their words are unpacked into one vector
-    and multiplied; the block's sum is scaled and added to the row's.
+    and multiplied. The block's sum is scaled and added to the row's sum.
     """
 
     form = "mode bits group inputs half"
@@ -250,7 +250,7 @@ class _Product(Code):
         self.words, self.groups = self.inputs // self.n, self.inputs // self.group
         byte = I8.as_pointer()
         self.prefetch = self._declare("llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
-        if self.L == 16:  # a table in a register: x86 alone has so wide ones
+        if self.L == 16:  # a table in a register: only x86 has registers so wide
             name = "llvm.x86.avx512.permvar.sf.512"
             self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
 
@@ -271,7 +271,7 @@ class _Product(Code):
             before = held[0]  # the work of earlier tasks
 
             def within(bound):
-                """The row of weights at which this bound is, as far as it is in this task."""
+                """Return the row of weights at this bound of work, clipped to this task's rows."""
                 at = b.sdiv(b.sub(bound, before), rows_of_x)
                 at = b.select(b.icmp_signed("<", bound, before), I64(0), at)
                 return b.select(b.icmp_signed("<", at, weights), at, weights)
@@ -294,14 +294,14 @@ class _Product(Code):
 
                 self.in_groups(I64(0), rows_of_x, ROWS, group)
 
-            # The loop ends where not a whole step is left: one more tile is what remains.
+            # ``loop`` makes whole steps only. The larger end adds a tile for what remains.
             self.loop(start, self.add(last, self.b.sub(size, I64(1))), size, tile)
             return work(i, held)
 
         self.loop(I64(0), n, 1, task, [I64(0)])
 
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
-        """Multiply rows ``[first:end]`` of weights, r at a time; gives the first that is left."""
+        """Multiply rows ``[first:end]`` of weights, r at a time; return the first row left over."""
         zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
         whole = ir.Constant(F32, float(divisor(self.mode, self.bits)))
 
@@ -325,12 +325,12 @@ class _Product(Code):
         """Multiply L words of some rows of weights with rows of x; add the products to ``acc``."""
         m = len(rows)
         at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
-        # A slot begins at any byte of its buffer.
+        # A slot may begin at any byte of its buffer.
         words = [self.load(w, i, self.ints, align=1) for i in at]
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
-            # The numbers say that data is fetched, to read it, into the second-level cache.
+            # The numbers mean: fetch data, for reading, into the second-level cache.
             self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):
@@ -361,13 +361,13 @@ class _Product(Code):
         if self.bits == 4 and self.L == 16:
             values = [*E2M1, *(-v for v in E2M1)] if self.mode == "mxfp4" else map(float, range(16))
             table = ir.Constant(self.floats, list(values))
-            return self.b.call(self._look_up, [table, shifted])  # by the low four bits alone
+            return self.b.call(self._look_up, [table, shifted])  # it uses the low four bits alone
         if self.mode == "mxfp4":
             return self._e2m1(shifted)
         return self.b.uitofp(self.b.and_(shifted, self._all(2**self.bits - 1)), self.floats)
 
     def _e2m1(self, q):
-        """The numbers that the low four bits stand for."""
+        """The mxfp4 numbers that the low four bits encode."""
         b = self.b
         twice = sum(int(2 * v) << 4 * i for i, v in enumerate(E2M1))
         found = b.lshr(self._all(twice), b.and_(b.shl(q, self._all(2)), self._all(28)))
@@ -386,7 +386,7 @@ class _Product(Code):
         return self.b.bitcast(self.b.select(above, bits, least), self.floats)
 
     def _of_group(self, pointer, row, k):
-        """The scale (or bias) of each of L words, from that of the group it is in."""
+        """Return the scale (or bias) of each of L words: that of the word's group."""
         each, first = self.L * self.n, self.mul(row, self.groups)
         if self.group >= each:
             groups, at = 1, self.add(first, self.b.udiv(k, I64(self.group // each)))

@@ -11,14 +11,14 @@ import numpy as np
 from . import team
 from .code import F32, I32, I64, Code, address, check, empty, ir, kernel_of, lanes
 
-# One number here goes through an exponential and takes as long as so many multiplications.
+# One number here needs an exponential, which takes as long as this many multiplications.
 NUMBER_WORK = 16
 
 
 def rms_norm(
     x, weight, eps: float, *, add=None, gate=None, scale: float = 1.0, out=None
 ) -> np.ndarray:
-    """Rows divided by the root of their mean square, as ``mx.fast.rms_norm``.
+    """Divide rows by the root of their mean square, as ``mx.fast.rms_norm`` does.
 
     x is ``[n, H, D]`` or ``[n, D]``. ``add`` is added to x before, in place; the result is
     multiplied with the silu of ``gate`` and with ``scale``, and goes into ``out`` if given.
@@ -35,7 +35,7 @@ def rms_norm(
 
 
 def _places(a):
-    """Where an array begins, and the distances of its groups of rows and of its rows."""
+    """Return an array's address, and the distances of its groups of rows and of its rows."""
     if a is None:
         return 0, 0, 0
     first, second = (a.strides[0], a.strides[1]) if a.ndim == 3 else (a.strides[0], 0)
@@ -45,7 +45,7 @@ def _places(a):
 def gated(
     gate: np.ndarray, x: np.ndarray, silu: bool = True, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Rows x ``[n, D]`` times the silu, or the sigmoid, of a gate ``[n, D]``."""
+    """Multiply rows x ``[n, D]`` with the silu, else the sigmoid, of a gate ``[n, D]``."""
     check(gate.shape, x=x)
     (n, D), y = x.shape, empty(*x.shape) if out is None else out
     numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
@@ -55,9 +55,9 @@ def gated(
 
 
 def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The silu ``[B * T, C]`` of a convolution over time, and what is before the next tokens.
+    """Return the silu ``[B * T, C]`` of a convolution over time, and the next tokens' ``before``.
 
-    It takes ``before [B, width - 1, C]``, tokens x ``[B * T, C]`` and taps ``[width, C]``.
+    Shapes: ``before [B, width - 1, C]``, tokens x ``[B * T, C]``, taps ``[width, C]``.
     """
     (n, C), B = x.shape, len(before)
     y, after = empty(n, C), empty(*before.shape)
@@ -79,7 +79,7 @@ def gates(
 
 
 def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Experts ``[n, K]``, int64, of the largest logits ``[n, E]``, sorted; and scores ``[n, K]``.
+    """Choose the experts of the largest logits ``[n, E]``: int64 ``[n, K]``, sorted; and scores.
 
     Equal logits stay in order. Scores are a softmax over these K if ``normalize``, else over E.
     """
@@ -96,7 +96,7 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
 def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
     """Sum up rows of experts ``[n * K, D]``, times scores ``[n, K]``, and two more rows ``[n, D]``.
 
-    These are ``add``, and ``shared`` (the shared expert's) times the sigmoid of ``gate [n, 1]``.
+    The two are ``add``, and ``shared`` (the shared expert's) times the sigmoid of ``gate [n, 1]``.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
@@ -109,7 +109,7 @@ def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
-    """Turn the first R numbers of each row of x ``[n, H, D]`` in place; cos, sin ``[n, R / 2]``."""
+    """Rotate the first R numbers of rows x ``[n, H, D]`` in place; cos, sin ``[n, R / 2]``."""
     (n, H, D), half = x.shape, cos.shape[-1]
     if 2 * half > D:
         raise ValueError(f"rotary positions: expected at most {D} of a head, got {2 * half}")
@@ -185,7 +185,7 @@ class _Gated(Code):
 
 
 class _Convolution(Code):
-    """Convolutions over time of ``width`` tokens, and what is before the next ones."""
+    """Convolutions over ``width`` tokens, and (``after``) what is before the next tokens."""
 
     form = "width"
     signature = "*before *x *taps *y *after B T C"
@@ -199,7 +199,7 @@ class _Convolution(Code):
             past, now = self.mul(self.mul(i, w), C), self.mul(self.mul(i, T), C)
 
             def row(t):
-                """The memory of row t of what is before the tokens and the tokens."""
+                """Return the address of row t of ``before`` and x, one after the other."""
                 back = b.icmp_signed("<", t, I64(w))
                 earlier = b.gep(before, [self.add(past, self.mul(t, C))])
                 later = b.gep(x, [self.add(now, self.mul(b.sub(t, I64(w)), C))])
@@ -277,7 +277,7 @@ class _Router(Code):
                 v = self.load(logits, self.add(self.mul(i, self.E), e), F32)
                 smallest = self.load(scores, self.add(mine, K - 1), F32)
                 with b.if_then(b.fcmp_ordered(">", v, smallest)):
-                    # Smaller ones move one place on, and the last is dropped.
+                    # Smaller logits move one place on, and the last is dropped.
                     for k in range(K - 1, -1, -1):
                         at = self.add(mine, k)
                         here = b.fcmp_ordered(">", v, self.load(scores, at, F32))
@@ -346,7 +346,7 @@ class _Combination(Code):
 
 
 class _Rotation(Code):
-    """Rows turned in place. ``first`` and ``second`` are the distances as in ``_Norm``."""
+    """Rotates rows in place. ``first`` and ``second`` are distances, as x1 and x2 in ``_Norm``."""
 
     form = "half"
     signature = "*x first second *cos *sin H rows"

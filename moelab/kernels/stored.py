@@ -1,8 +1,8 @@
 """Kernels that this user has built before, as object code in ``~/.cache/moelab/kernels``.
 
-Reading those of a model takes 10 ms, building them about a second. A file's name says what its code
-follows from (``_origin``, kernel, arguments). A file of another user is built anew and replaced. In
-a folder that cannot be used (somebody else's, or full) nothing is stored.
+Reading a model's kernels takes 10 ms, building them about a second. A file's name is a hash of what
+its code depends on (``_origin``, kernel, arguments). Another user's file is not read: the kernel is
+built anew and replaces it. Nothing is stored if the folder is another user's or the disk is full.
 """
 
 import hashlib
@@ -43,14 +43,14 @@ def save(name: str, code: bytes) -> None:
 
 
 def folder() -> Path:
-    """Where the files are. A relative ``XDG_CACHE_HOME`` is ignored, as its specification says."""
+    """The files' folder. A relative ``XDG_CACHE_HOME`` is ignored, as its specification says."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     caches = caches if caches.is_absolute() else Path.home() / ".cache"
     return caches / "moelab" / "kernels"
 
 
 def _at_once(path, flags):
-    """An open file; opening a FIFO would wait for somebody to write."""
+    """Open a file without waiting; opening a FIFO would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -60,14 +60,14 @@ def _check(path, found):
 
 
 def _file(name):
-    """The file of a kernel; PermissionError if others can write to its folder."""
+    """Return the file of a kernel; PermissionError if others can write to its folder."""
     _check(folder(), folder().stat())
     return folder() / hashlib.sha256(f"{_origin()} {name}".encode()).hexdigest()
 
 
 @cache
 def _origin():
-    """Versions of everything that the code of a kernel follows from."""
+    """Return versions of everything that the code of a kernel depends on."""
     sources = sorted(Path(__file__).parent.glob("*.py"))
     if not sources:
         raise OSError("no sources: nothing says whether a stored kernel is still right")

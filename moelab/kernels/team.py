@@ -1,9 +1,9 @@
-"""A team of threads that wait in native code for work, so that it pays to share little of it.
+"""A team of threads that wait for work in native code, so that sharing even little work pays.
 
-Handing work to a thread of Python takes 7 to 12 us, the team 1.5 us (two cores of an AMD EPYC).
+Handing work to a Python thread takes 7 to 12 us, to the team 1.5 us (two cores of an AMD EPYC).
 The caller and the team's threads take one piece of a kernel's work after another; nobody waits for
-a thread that has not begun. A thread without work looks for some for ``SPIN_S``, then it sleeps.
-One caller has the team at a time; another one meanwhile computes alone.
+a thread that has not begun. A thread without work looks for work for ``SPIN_S``, then it sleeps.
+One caller has the team at a time; any other caller meanwhile computes alone.
 """
 
 import atexit
@@ -24,11 +24,11 @@ SPIN_S = 2e-4
 # The fewest multiplications and additions of a shared job. One thread does fewer in the time that
 # the team takes to begin.
 SHARED_WORK = 100_000
-PIECES = 4  # for each thread: who is held up does fewer
-YIELD_SPINS = 64  # looks for work between two offers of the core to other threads
-# Fields of a team, each in a cache line of its own. JOB says in one word which work there is (its
-# number), into how many pieces it is divided, and which is the next. So a piece is taken by one
-# compare and swap, which fails if the work has changed meanwhile.
+PIECES = 4  # for each thread: a delayed thread computes fewer
+YIELD_SPINS = 64  # looks for work between two calls of ``sched_yield``
+# Fields of a team, each in a cache line of its own. JOB holds in one word the number of the job,
+# the number of its pieces, and the next piece. So a thread takes a piece by one compare-and-swap,
+# which fails if the job has changed meanwhile.
 JOB, DONE, BUSY, AWAKE, KERNEL = range(0, 40, 8)
 ARGUMENTS = KERNEL + 1
 PAUSE = {"x86_64": ["llvm.x86.sse2.pause"], "arm64": ["llvm.aarch64.hint", 1]}
@@ -38,7 +38,7 @@ MOST_PIECES = 2**NEXT_BITS - 1
 
 
 def pieces(work: int, most: int) -> int:
-    """Into how many pieces, at most ``most``, to divide so many multiplications and additions."""
+    """Return into how many pieces, at most ``most``, to divide ``work`` multiply-adds."""
     n = code.num_threads() if work >= SHARED_WORK else 1
     return 1 if n == 1 else max(1, min(n * PIECES, most, MOST_PIECES))
 
@@ -55,7 +55,7 @@ def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
 
 
 class Program:
-    """Calls of ``run`` that are recorded once, with the memory they name, and made in one call.
+    """Calls of ``run``, recorded once with the memory they use, and then made in one call.
 
     with program.recording():
         y = rowwise.rms_norm(x, ...)  # computes nothing yet
@@ -67,7 +67,7 @@ class Program:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, this thread's calls of ``run`` are recorded and not made."""
+        """In the block, record this thread's calls of ``run`` and do not make them."""
         code.recording.program = self
         try:
             yield
@@ -80,7 +80,7 @@ class Program:
         self._table = None
 
     def places(self, of: np.ndarray) -> list[tuple[ctypes.Array, int]]:
-        """Where the address of an array stands among the calls' arguments, for ``put``."""
+        """Return where an array's address is among the calls' arguments, for ``put``."""
         at = code.address(of)
         return [(a, i) for _, a, _ in self._calls for i, n in enumerate(a) if n == at]
 
@@ -92,7 +92,7 @@ class Program:
         self._sequence(ctypes.addressof(self._table), len(self._calls))
 
     def _link(self):
-        """A table of functions and their arguments. A call in pieces is one of ``Team.lead``."""
+        """Make a table of functions and arguments. A call in pieces is one of ``Team.lead``."""
         team, rows, self._leads = _team(), [], []
         for kernel, arguments, pieces in self._calls:
             if pieces > 1 and team is not None:
@@ -106,20 +106,20 @@ class Program:
 
 
 def put(places: list[tuple[ctypes.Array, int]], a: np.ndarray) -> None:
-    """Let a program compute with another array at ``Program.places``. The caller keeps it."""
+    """Let a program compute with another array at ``Program.places``. The caller keeps ``a``."""
     for arguments, i in places:
         arguments[i] = code.address(a)
 
 
 class Team:
-    """Threads, and the memory at ``address`` through which they get work by the kernel ``lead``."""
+    """Threads, and the memory at ``address`` through which the kernel ``lead`` gives them work."""
 
     def __init__(self, num_threads: int):
         self._memory = np.zeros(KERNEL + 8, np.int64)
         self.address = self._memory.ctypes.data
         self.lead, self._serve = code.kernel_of(_Lead, 8), code.kernel_of(_Serve, 8)
         begin = time.perf_counter()
-        self._serve(self.address, 1000)  # to learn how long a look takes
+        self._serve(self.address, 1000)  # measures how long a look takes
         self._spins = int(SPIN_S / (time.perf_counter() - begin) * 1000)
         self._awake = ctypes.c_int64.from_address(self.address + 8 * AWAKE)
         self._ended = False
@@ -141,11 +141,11 @@ class Team:
         """Wake the threads that sleep."""
         if self._awake.value < len(self._beds):
             for bed in self._beds:
-                with suppress(RuntimeError):  # somebody else did
+                with suppress(RuntimeError):  # another caller did
                     bed.release()
 
     def end(self) -> None:
-        """End the threads: none is in native code when the interpreter frees it."""
+        """End the threads, so that none is in native code when the interpreter frees that code."""
         self._ended = True
         for thread in self._threads:
             while thread.is_alive():
@@ -156,7 +156,7 @@ class Team:
 
 @cache
 def _team():
-    """The team of this process; None where one core is all there is."""
+    """The team of this process; None if there is only one core."""
     if code.num_threads() == 1:
         return None
     team = Team(code.num_threads() - 1)
@@ -168,13 +168,13 @@ os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the 
 
 
 class _Shared(Code):
-    """What both sides of a team do."""
+    """Code that ``_Lead`` and ``_Serve`` share."""
 
     def set_up(self):
         b = self.b
         self.team, self.spins = self.pointer(self.arguments[0], I64), b.alloca(I64)
         b.store(I64(0), self.spins)
-        # What tells the processor that a thread only looks; where it has no such instruction, none.
+        # The instruction that tells the processor that a thread only looks; None if it has none.
         name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
         kinds, self._hint = [I32] * len(hint), [I32(n) for n in hint]
         self._pause = name and self._declare(name, ir.VoidType(), kinds)
@@ -194,7 +194,7 @@ class _Shared(Code):
         self.b.atomic_rmw("add", self.field(i), I64(by), "acq_rel")
 
     def swap(self, i, old, new):
-        """Set a field to ``new`` if it is ``old``, and give whether it was."""
+        """Set a field to ``new`` if it is ``old``; return whether it was."""
         return self.b.extract_value(
             self.b.cmpxchg(self.field(i), old, new, "acq_rel", "acquire"), 1
         )
@@ -203,7 +203,7 @@ class _Shared(Code):
         self.b.call(self.pointer(kernel, self._run), [arguments, piece, pieces])
 
     def repeat(self, body):
-        """Repeat what ``body`` writes while it gives true."""
+        """Repeat ``body``'s code while its result is true."""
         again, after = (self.function.append_basic_block() for _ in range(2))
         self.b.branch(again)
         self.b.position_at_end(again)
@@ -211,7 +211,7 @@ class _Shared(Code):
         self.b.position_at_end(after)
 
     def take(self):
-        """Compute the job's next piece, if no other thread takes it; give whether there was one."""
+        """Compute the job's next piece if no other thread takes it; return whether one was left."""
         b = self.b
         job, mask = self.read(JOB), I64(MOST_PIECES)
         pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)
@@ -236,7 +236,7 @@ class _Shared(Code):
 
 
 class _Lead(_Shared):
-    """Post the job of a kernel, take part, wait."""
+    """Posts a kernel's job, takes part, and waits for the end."""
 
     signature = "team kernel arguments pieces"
 
@@ -266,7 +266,7 @@ class _Lead(_Shared):
 
 
 class _Serve(_Shared):
-    """Take pieces until so many looks in a row found none."""
+    """Takes pieces until ``spins`` looks in a row found none."""
 
     signature = "team spins"
 
@@ -288,7 +288,7 @@ class _Serve(_Shared):
 
 
 class _Sequence(Code):
-    """Call n functions of a table, which has the address of each and of its arguments."""
+    """Calls n functions of a table, which has the addresses of each function and its arguments."""
 
     signature = "table n"
 
