@@ -167,7 +167,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Writes y ``[rows, Dv]``, means of values ``[keys, Dv]``. Weights' sums start from ``sums``."""
+    """Writes y ``[rows, Dv]``, means of values ``[keys, Dv]``. Weights add up from ``sums``."""
 
     form = "Dv"
     signature = "*weights *values *sums *y rows keys"
