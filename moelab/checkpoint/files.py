@@ -1,4 +1,4 @@
-"""Reads a model folder's plain files, makes errors of damaged ones, and writes a new folder."""
+"""Reads a model folder's plain files, reports damaged ones, and writes a new folder."""
 
 import errno
 import json

@@ -57,7 +57,7 @@ class TextModel:
     def __call__(self, inputs: mx.array, cache: list | None = None, **kwargs: Any) -> mx.array:
         """Compute the logits ``[B, T, V]`` of token ids ``[B, T]``."""
         model = self.language_model
-        if hasattr(model, "_rope_deltas"):  # left by the text or image before
+        if hasattr(model, "_rope_deltas"):  # from the last text or its images
             model._position_ids, model._rope_deltas = None, mx.zeros((len(inputs), 1), mx.int32)
         for c in leaves(cache or ()):
             if type(c) is caches.ArraysCache:
@@ -110,7 +110,7 @@ class TextModel:
 
 
 def _experts(module):
-    """Return mlx-lm's module for mlx-vlm's of the same experts; None for other modules."""
+    """Return mlx-lm's experts for a module of mlx-vlm's; None if the module has no experts."""
     matrices = {n: m for n, m in module.children().items() if hasattr(m, "num_experts")}
     matrices = {n: m for n, m in matrices.items() if "weight" in m and m.weight.ndim == 3}
     if not matrices:

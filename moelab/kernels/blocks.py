@@ -65,7 +65,7 @@ class Block(modules.Watched):
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing that this block stands for has been replaced."""
+        """Whether the block is neither trained nor sharded, and its originals are unchanged."""
         divided = getattr(self, "sharding_group", None) is not None
         return not (self.training or divided or replaced(self.originals))
 

@@ -108,7 +108,7 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 class ExpertCall:
     """A call for tokens x ``[n, D]`` and indices of a shape ``[..., K]``, computed in parts.
 
-    Each part fills its rows of ``y`` ``[n * K, D]``. ``in_mlx``: ``y`` is MLX's, to save a copy.
+    Each part fills rows of ``y`` ``[n * K, D]``. ``in_mlx``: ``y`` is MLX memory, to save a copy.
     """
 
     def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):

@@ -195,7 +195,7 @@ class Pass:
         return not replaced(self._originals) and experts.takes_rows(self._mlp["switch_mlp"])
 
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
-        """Compute the output ``[n, D]``, which the next run overwrites; None if x does not fit."""
+        """Compute ``[n, D]``, which the next run overwrites; None if the call does not fit."""
         if x.x.shape != self._x.shape or not self._mixer.knows(mask, cache):
             return None
         self._x[:] = x.x

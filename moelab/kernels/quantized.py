@@ -26,8 +26,8 @@ WORD = 32  # bits of a word of packed weights
 # Bits of a weight, and weights that share a scale, in MLX's modes and in plain float32 matrices.
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
-# Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side. Rows
-# of weights are far apart, as a processor prefetches what is read in order: two cores of a Xeon
+# Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side.
+# Such rows are far apart, as a processor prefetches what is read in order: two cores of a Xeon
 # read uncached weights at 29 GB/s with four rows far apart, at 16 with two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # How far ahead weights are prefetched: processors themselves stop at the end of a page.
@@ -135,7 +135,7 @@ class Matrices:
         return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
-        """Multiply packed rows with several matrices into y ``[n, N]``, which may have gaps."""
+        """Multiply packed rows with several matrices into y ``[n, N]``, whose rows may be apart."""
         if y.shape[1] != self.outputs:
             raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)

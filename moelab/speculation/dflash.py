@@ -81,7 +81,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that a draft reads by default: 1 to L - 3, or L // 2 for a single one."""
+    """The target's layers that a draft reads by default: spread over 1 to L - 3; if one, L // 2."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)

@@ -45,7 +45,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # drafted tokens that the target chose too; its own next token follows
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # seconds from then to the target's choice (no drafts: the one before)
+    verify_s: float = 0.0  # seconds from then to the target's choice (no drafts: its previous one)
 
 
 @dataclass

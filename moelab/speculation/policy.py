@@ -20,8 +20,8 @@ FORGET_ROUND = 0.97  # the same weight after a round with drafts, which adds new
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, each position after its first counts as 0.65 times a position of
-# the prompt. If no prompt was timed, each counts as a third of an undrafted token.
+# Until a verify pass is measured, the time of each position after its first is estimated as 0.65
+# times that of a prompt's position; if no prompt was timed, as a third of an undrafted token's.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
@@ -44,7 +44,7 @@ class Policy:
 
     The first pass with a number allocates, records or compiles: on an H200 it took 36 ms where 14
     were expected; on two cores, with 40 layers, it took 2.1 tokens' time where later passes took
-    1.7 (one run each). It counts as the expected time at most; so does a draft that compiles.
+    1.7 (one run each). It counts at most as expected, and so does a first draft that compiles.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """

@@ -169,7 +169,7 @@ class Recorder:
             if used:
                 copies[name] = MethodType(with_globals(f, used), layer)
         self._copy = copies.pop("__call__", None)
-        # A block of ``kernels`` calls ``keep`` with its work, or else ``call``.
+        # A block of ``kernels`` calls ``keep`` with its work, or ``call`` if mlx-lm computes.
         self._is_block = isinstance(layer, kernels.GatedDelta)
         # Innermost: a copy replaces the original, so hooks of others must be called before it.
         instead = {} if self._is_block else {"__call__": self._on_call}
