@@ -6,7 +6,7 @@ seconds end in ``_s``.
 
     checkpoint/     the files of a model: headers, formats, what is damaged
     streaming/      ``load``: experts on disk, slots, the plan of memory
-    kernels/        what a CPU computes by code of its own, without llvmlite by MLX
+    kernels/        kernels for CPUs, built with llvmlite; without llvmlite MLX computes
     speculation/    drafts, their verification, the rollback of caches
     commands/       ``python -m moelab``, and the server
     replay/         what recorded routing would cost with other slots and policies
@@ -16,7 +16,7 @@ seconds end in ``_s``.
 import _signal
 import sys
 
-# ``python -m moelab`` begins here. Until ``__main__`` has a handler, Ctrl-C ends it without a word.
+# ``python -m moelab`` begins here: until ``__main__`` sets a handler, Ctrl-C prints no traceback.
 if (
     sys.argv[:1] == ["-m"]
     and "moelab" in sys.orig_argv
@@ -65,7 +65,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str):
-    """A public name, imported when it is first used: that takes a second, mostly for MLX."""
+    """Import a public name at its first use: the import takes a second, mostly for MLX."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with interrupts.held():  # an interrupted import of numpy or MLX cannot be repeated

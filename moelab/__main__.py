@@ -30,7 +30,7 @@ COMMANDS = {  # name: its module, what it does
 
 
 class _Help(argparse.HelpFormatter):
-    """Puts longer options on the line of their help, and breaks none in a text."""
+    """Keeps longer options on the line of their help, and breaks no option at its hyphens."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
@@ -40,7 +40,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Once(argparse.Action):
-    """Stores a value; a second one is an error, since the first would be ignored."""
+    """Stores a value; a second value is an error, since argparse would ignore the first."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = namespace.__dict__.setdefault("given", set())
@@ -51,7 +51,7 @@ class _Once(argparse.Action):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command's arguments, with its ``run`` among them."""
+    """Parse a command's arguments; the result also has the command's ``run``."""
     parser = argparse.ArgumentParser(
         prog="moelab" if Path(sys.argv[0]).stem == "moelab" else "python -m moelab",
         description="Mixture-of-Experts decoding with the experts on disk.",
@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         )
         if name == given:
             command.register("action", None, _Once)
-            from tqdm import tqdm  # here, so that a Ctrl-C before it finds ``interrupts.end``
+            from tqdm import tqdm  # not at the top: ``interrupts.end`` must handle Ctrl-C first
 
             with tqdm(desc=f"moelab {name} starts", bar_format="{desc}", leave=False, disable=None):
                 module = importlib.import_module(f"{__package__}.{module_name}")
@@ -100,7 +100,7 @@ def _check_options(name, command, words):
             known.setdefault(f"--{action.dest}", f"{action.metavar}, without a flag before it")
     for word in words[: words.index("--") if "--" in words else None]:
         option, _, value = word.partition("=")
-        if not option.startswith("--") or " " in option:  # a value, for argparse
+        if not option.startswith("--") or " " in option:  # a value: argparse reads it
             continue
         if value == "--":  # argparse of Python 3.11 makes an empty list of it
             command.error(f"argument {option}: expected a value, got '--'")
@@ -113,7 +113,7 @@ def _check_options(name, command, words):
 
 
 def _as_typed(text, flags):
-    """An error's text with the options that a user typed in place of names in Python."""
+    """Return an error's text with a user's options in place of Python's names."""
 
     def flag(found):
         name = found[1] or found[2] or found[3]
@@ -125,7 +125,7 @@ def _as_typed(text, flags):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command, of ``argv`` or else this process's arguments, and give its exit status."""
+    """Run the command of ``argv`` (None: this process's arguments) and return its exit status."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -143,12 +143,13 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
         return 141  # what a shell says of a command that SIGPIPE ended
-    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # in one line
+    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # told in one line
         said = str(error)
         if isinstance(error, OSError) and error.strerror:  # without Python's "[Errno 2]"
             said = f"{error.filename}: " * bool(error.filename) + error.strerror
         said = f"moelab: {_as_typed(said, flags)}"
-        said = "".join(c if c.isprintable() or c == "\n" else "?" for c in said)  # names of files
+        # A file's name may hold control characters.
+        said = "".join(c if c.isprintable() or c == "\n" else "?" for c in said)
         print(said, file=sys.stderr)
         return 1
     finally:
@@ -167,7 +168,7 @@ def _check_current_folder():
 
 
 def _flush_or_drop(out):
-    """Flush, or drop what cannot be written: Python would report it once more at its end."""
+    """Flush ``out``, or drop its text: Python would report the error again at its end."""
     try:
         out.flush()
     except OSError:
@@ -178,7 +179,7 @@ def start() -> None:
     """Run this process's command, and end the process: ``moelab``, or ``python -m moelab``."""
     interrupts.end_at_ctrl_c()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and Python's end would be killed
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is done; Python's end is not
     sys.exit(code)
 
 

@@ -1,7 +1,7 @@
-"""MLX's compiled code is this user's own.
+"""Have MLX compile in a folder that this user owns.
 
-On a CPU MLX compiles in ``TMPDIR/mlx``, which belongs to whoever of a machine's users was first:
-it cannot write there for others, and would run what they put there.
+On a CPU MLX compiles in ``TMPDIR/mlx``, which belongs to the first user who ran MLX. For another
+user MLX cannot write there, and it would run what the first one put there.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def keep_own() -> None:
-    """Give MLX another ``TMPDIR`` if that has a folder ``mlx`` of another user's."""
+    """Set another ``TMPDIR`` if another user owns the folder ``mlx`` in it."""
     with suppress(OSError):
         if Path(os.environ.get("TMPDIR") or "/tmp", "mlx").stat().st_uid != os.getuid():
             own = Path.home() / ".cache" / "moelab" / "tmp"

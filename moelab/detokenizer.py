@@ -9,21 +9,21 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
-CLEANED = "a . a ? a ! a , a ' a n't a 'm a 's a 've a 're"  # clean-up drops spaces of it
-UNSURE = " 'nvr"  # after one of these the next character may let clean-up drop a space
+CLEANED = "a . a ? a ! a , a ' a n't a 'm a 's a 've a 're"  # clean-up drops spaces of this text
+UNSURE = " 'nvr"  # behind one of these, the next character may make clean-up drop a space
 
 
 class Detokenizer(StreamingDetokenizer):
     """The text of tokens after a prompt: ``decode(prompt + tokens)`` less the prompt's text.
 
-    mlx-lm's detokenizers decode the tokens as if no prompt came before. Those of byte-level BPE and
-    of SentencePiece drop a first space, which may be of an indentation; that of all others lets
-    ``decode`` drop one after each line break, and has told what clean-up changes later. Here a
-    token adds the bytes that it has amid a text. Half a character waits for the rest.
+    mlx-lm's detokenizers decode the tokens as if no prompt came before. Those for byte-level BPE
+    and SentencePiece drop the first space, which may belong to an indentation. The naive
+    one drops a space after each line break, and adds text that clean-up later changes.
+    Here a token adds the bytes that it has amid a text. Half a character waits for its other bytes.
 
-    Of bytes that are no UTF-8 the whole characters stay, as in mlx-lm. ``decode`` replaces them,
-    too, in a row of SentencePiece's byte tokens. A decoder that looks at a token's neighbours, like
-    GPT-1's, needs mlx-lm's own class.
+    If bytes are no UTF-8, the whole characters among them stay, as in mlx-lm. In a row of
+    SentencePiece's byte tokens ``decode`` would replace these characters, too. A tokenizer whose
+    decoder looks at a token's neighbours, like GPT-1's, needs mlx-lm's own class.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -45,9 +45,9 @@ class Detokenizer(StreamingDetokenizer):
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def begin(self, prompt: list[int]) -> bool:
-        """Begin the text after a prompt. Returns whether it has half a character of it."""
+        """Begin the text after a prompt. Returns whether the prompt ends in half a character."""
         self.reset()
-        for token in prompt[-3:]:  # a token has a byte or more, half a character three at most
+        for token in prompt[-3:]:  # half a character has at most three bytes
             self._utf8.decode(self.bytes_of(token))
         return bool(self._utf8.getstate()[0])
 
@@ -58,7 +58,7 @@ class Detokenizer(StreamingDetokenizer):
 
     @property
     def last_segment(self) -> str:
-        """What was added since this was last asked for, without a copy of the whole text."""
+        """The text that was added since the last look at this property."""
         begin, self.offset = self.offset, len(self._pieces)
         return "".join(self._pieces[begin:])
 
@@ -68,7 +68,7 @@ class Detokenizer(StreamingDetokenizer):
         self._add(self._utf8.decode(self.bytes_of(token)))
 
     def finalize(self) -> None:
-        """Add what waited for more tokens."""
+        """Add the text that waited for more tokens."""
         self._add(self._utf8.decode(b"", final=True), last=True)
 
     def bytes_of(self, token: int) -> bytes:
@@ -87,7 +87,7 @@ class Detokenizer(StreamingDetokenizer):
         return self._bytes[token]
 
     def _add(self, text, last=False):
-        """Add decoded text, but for an end that clean-up may still change."""
+        """Add decoded text, except an end that clean-up may still change."""
         if self._clean:
             text = self._held + text
             end = len(text if last else text.rstrip(UNSURE))

@@ -1,7 +1,7 @@
 """Which parts of a model are experts, and where each expert's bytes lie in the files.
 
-A model's ``sanitize`` renames, splits or stacks tensors, and ``locate_experts`` finds what became
-of them without reading. ``streaming/build.py`` says what a new family needs.
+A model's ``sanitize`` renames, splits or stacks tensors. ``locate_experts`` finds, without reading,
+where each expert's tensors came from. ``streaming/build.py`` says what a new family needs.
 """
 
 from math import prod
@@ -50,8 +50,9 @@ def read_experts(tensor: ExpertTensor) -> mx.array:
 def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
     """Find where the experts' parameters lie in the files, by their paths in the model.
 
-    The model's ``sanitize`` runs on placeholders. One that comes out unchanged is a whole tensor;
-    others are followed row by row, and left out if an expert's rows are not contiguous in a file.
+    The model's ``sanitize`` runs on placeholders. A placeholder that comes out unchanged is a whole
+    tensor on disk. The others are followed row by row; a parameter is left out if an expert's rows
+    are not contiguous in a file.
     """
     wanted = {
         f"{path}.{name}": p
@@ -94,20 +95,20 @@ def _sanitized(model, checkpoint):
 def unchanged(
     model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
 ) -> dict[str, Tensor]:
-    """The tensors of the parameters, by path, that a file holds just as the model needs them."""
+    """Return, by path, the tensors of parameters that a file holds just as the model needs them."""
     *_, same = _sanitized(model, checkpoint)
     return {p: same[p] for p, a in wanted.items() if p in same and same[p].shape == a.shape}
 
 
 def _expert_tensor(path, places, nbytes, p):
-    """One parameter of all experts; ``places`` are the tensor on disk and first byte of each."""
+    """Make one parameter of all experts from each expert's ``places``: (tensor, first byte)."""
     files, offsets = [t.file for t, _ in places], [t.offset + first for t, first in places]
     return ExpertTensor(path, files, offsets, nbytes, p.shape[1:], places[0][0].dtype)
 
 
 def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
-    # The placeholder of each changed tensor holds the numbers of its rows in two equal columns:
-    # that takes little memory, and a transposition or any arithmetic shows.
+    # The placeholder of each changed tensor holds its rows' numbers in two equal columns. They take
+    # little memory, and show a transposition or any arithmetic.
     numbered, starts, sources = dict(placeholders), [], []
     row = 1 << 40  # too large for a narrower type, so that a cast to one is noticed
     for name in changed:

@@ -1,4 +1,4 @@
-"""Observe or replace an object's calls for a while; a lasting change is a class of its own."""
+"""Observe or replace an object's calls for a while; a lasting change gets a class of its own."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class _Hooked:
 class hooked:
     """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
 
-    Hooks may end in any order; after the last the module has its own class again. The one that
-    began last is called first, an ``innermost`` one last. The object can be entered again, which
-    costs about 2 us, so that a pass may hook every layer.
+    Hooks may end in any order; after the last one ends, the module has its own class again. The
+    hook that began last is called first, an ``innermost`` hook last. The block can be entered again
+    for about 2 us, so that a pass may hook every layer.
     """
 
     module: object
@@ -42,7 +42,7 @@ class hooked:
         return self
 
     def remove(self, *_) -> None:
-        """End it, as leaving the block does. Undoes an interrupted ``install`` too."""
+        """End the hook, as leaving the block does. Undoes an interrupted ``install``, too."""
         module = self.module
         if not isinstance(module, _Hooked):
             return
@@ -57,7 +57,7 @@ class hooked:
 
 
 def methods(cls: type) -> dict[str, Callable]:
-    """A module class's methods in Python, by name; after ``call_instead`` the changed copies."""
+    """Return a module class's Python methods by name; after ``call_instead`` the changed copies."""
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     return {
         name: getattr(f, "copy", f)
@@ -68,7 +68,7 @@ def methods(cls: type) -> dict[str, Callable]:
 
 
 def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
-    """A copy of a function that finds these names in place of its module's."""
+    """Copy a function, so that it finds ``names`` in place of its module's."""
     copy = FunctionType(
         f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
     )
@@ -77,9 +77,9 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
 
 
 def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
-    """What another library has put in the place of the first original that is gone; "" for none.
+    """Return the name of the first original that another library has replaced; "" for none.
 
-    An original is its owner (a class, a Python module or the names of one), its name and value.
+    An original is an owner (a class, a Python module or a module's names), a name in it, a value.
     """
     for owner, name, value in originals:
         is_dict = type(owner) is dict
@@ -91,11 +91,11 @@ def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
     """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
 
-    The module gets another class. It calls the original in training, and whatever another library
-    puts in place of that function or of the former class's method, for as long as it is there.
+    The module gets another class. In training its methods call the original ``f``. While another
+    library has replaced ``f`` or the former class's method, they call the replacement.
     """
     cls = type(module)
-    own = ((key, getattr(cls, key)) for key in methods(cls))  # those that a call finds
+    own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that a call finds
     found = tuple(
         (key, f, f.__globals__[name])
         for key, f in own
@@ -114,7 +114,7 @@ def _calling(cls, name, replace, found):
 
 
 def _unless_replaced(cls, key, own, name, instead):
-    """The method that calls ``instead``, as long as nobody replaces the method or its callee."""
+    """Make a method that calls ``instead`` as long as nobody replaces the method or its callee."""
     originals = (cls, key, own), (own.__globals__, name, own.__globals__[name])
     copy = with_globals(own, {name: instead})
 

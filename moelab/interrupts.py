@@ -1,9 +1,9 @@
-"""Ctrl-C: it ends a command at once, and a call in Python at a point where nothing is half done.
+"""Ctrl-C ends a command at once, and a call in Python at a point where nothing is half done.
 
-Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt is lost
-there in a destructor, and in the standard library's ``Condition`` it leaves a lock taken, for which
-others wait for ever. So it is raised in neither: a command's handler is ``end``, and a load or a
-call of a streamed model holds Ctrl-C back (``held``).
+Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt raised
+in a destructor is lost. Raised in the standard library's ``Condition`` it leaves a lock taken, for
+which other threads wait for ever. So neither gets one: a command's handler is ``end``, and a load
+or a call of a streamed model holds Ctrl-C back (``held``).
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-# Those of ``signal`` make enums of handlers, which takes ten times as long.
+# The functions of ``signal`` make enums of handlers, which takes ten times as long.
 from _signal import getsignal, set_wakeup_fd, signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -38,7 +38,7 @@ def end_at_ctrl_c() -> None:
 
 
 def _watch(signals):
-    """End the process where the main thread runs no handler, as while MLX evaluates a prompt."""
+    """End the process if the main thread runs no handler, as while MLX evaluates a prompt."""
     while number := os.read(signals, 1):
         time.sleep(1)
         if number[0] == SIGINT and getsignal(SIGINT) is end and not _ends:
@@ -46,32 +46,32 @@ def _watch(signals):
 
 
 def end(*_) -> None:
-    """End the process, the others that it began, and what is half written (``undone``)."""
+    """Undo what is half written (``undone``), and end the process and its children."""
     global _ends
     _ends, words = True, ["interrupted"]
     try:
         for undo in (_kill_children, *reversed(_undo)):
             with suppress(Exception):
                 words.append(undo())
-        with suppress(Exception):  # nobody reads it, or this came while it was written
+        with suppress(Exception):  # nobody reads stdout, or the signal interrupted a write
             sys.stdout.flush()
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
         bars = tqdm.external_write_mode(sys.stderr, nolock=True) if tqdm else nullcontext()
-        bars.__enter__()  # leaving it would draw them again
+        bars.__enter__()  # leaving the block would draw the bars again
         print(*filter(None, words), sep=": ", file=sys.stderr, flush=True)
     finally:
         os._exit(130)
 
 
 def _kill_children():
-    """Kill the processes that this one began; only those that import psutil begin any."""
+    """Kill the processes that this one began; a command that begins any has imported psutil."""
     for child in sys.modules["psutil"].Process().children(recursive=True):
         child.kill()
 
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo``, and print its answer, if Ctrl-C ends the block; with ``after`` always."""
+    """Call ``undo`` if Ctrl-C ends the block, and print its answer; with ``after`` always call."""
     _undo.append(undo)
     try:
         yield
@@ -83,7 +83,7 @@ def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]
 
 @contextmanager
 def written(file: Path) -> Iterator[Path]:
-    """Yield where to write a file, which gets its name after the block or leaves nothing."""
+    """Yield a path to write to; the block's end renames it to ``file``, an error removes it."""
     beside = file.with_name(f"{file.stem}.{os.urandom(8).hex()}{file.suffix}")
     with undone(partial(beside.unlink, missing_ok=True)):
         yield beside
@@ -112,7 +112,7 @@ class held:
         if self._holds:
             try:
                 signal(SIGINT, default_int_handler)
-            finally:  # another one may be raised there
+            finally:  # a second Ctrl-C may be raised there
                 came, _came = _came, False
             if came:
                 raise KeyboardInterrupt

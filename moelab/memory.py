@@ -15,8 +15,8 @@ from .system import HERE, Mac
 
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 has such a number in place of "max"
-# Where memory is short, glibc gives each array of so many bytes or more a mapping of its own, which
+NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 writes a larger number for no limit
+# Where memory is short, each array of ``MAPPED_NBYTES`` or more gets a mapping of its own, which
 # goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
 # freed arrays stay in the heap: 100 to 200 MB after a prompt. A mapping costs a page fault for each
 # new page: a prompt of 400 tokens took 19% longer when arrays from 256 KB up had mappings, and 4%
@@ -28,26 +28,27 @@ STATES_NBYTES = 256 * 2**20
 # Seconds to bring a page back. Linux: 4 KB from a swap file on an SSD (measured; from zram less).
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
-# What macOS and other programs need of a Mac's memory is taken as lognormal: its median on 16 GiB,
-# the power of the memory with which it grows, its spread. Sources on the side ``fit`` of
-# data/published.csv bound it. Of 16 GiB engines swapped with 3.4 and 5.8 GB left (Godwit, qwisp),
-# not with 7.3 (Godwit). Of 48 one compressed with 17 to 24 left (colibri), another did not with 18
-# (flash-moe). What macOS withholds from a GPU grows with that power: 4.5 GB of 16, 22 of 128.
+# The memory that macOS and other programs need is assumed to be lognormal: its median on a Mac of
+# 16 GiB, the power of the Mac's memory with which it grows, its spread. The sources in
+# data/published.csv on the side ``fit`` bound it. On 16 GiB, engines that left 3.4 and 5.8 GB
+# swapped (Godwit, qwisp), one that left 7.3 did not (Godwit). On 48, one that left 17 to 24
+# compressed memory (colibri), another that left 18 did not (flash-moe). The memory that macOS
+# withholds from a GPU grows with that power: 4.5 GB of 16, 22 of 128.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
-# On a Mac that swaps a token takes so many times as long: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
+# How many times as long a token takes on a Mac that swaps: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
 WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
     f"takes some {CLIFF} times as long, by published speeds"
 )
-# How often a Mac may swap: what a few more slots gain, over what swapping costs. It is taken that
-# they gain 1%, and that every expert in a slot gains half. If only K slots in each layer fit, a
-# model is refused only where a Mac swaps more often than not.
+# How probable swapping may be on a Mac, by field of ``Most``: what slots gain, divided by what
+# swapping costs. Assumed gains: a few more slots 1%, a slot for every expert 50%. If only K slots
+# in each layer fit, a model is refused only if swapping is more probable than not.
 RISKS = 0.01 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 
 
 class Most(NamedTuple):
-    """Bytes that a plan may fill: with some experts in slots, with every one, with K of a layer."""
+    """The most bytes a plan may fill, with slots for some experts, for all, for K in each layer."""
 
     some: float
     every: float
@@ -55,7 +56,7 @@ class Most(NamedTuple):
 
 
 def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
-    """What a plan may fill of a machine's memory (``is_mac``: None for this machine)."""
+    """Return the bytes of memory that a plan may fill (``is_mac`` None: as on this machine)."""
     is_mac = isinstance(HERE, Mac) if is_mac is None else is_mac
     if not is_mac:
         return Most(*3 * (float("inf"),))
@@ -63,7 +64,7 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
 
 
 def gpu_limit(ram_nbytes: float) -> float:
-    """The bytes of a Mac's memory that macOS, by its version, lets the GPU have at the least."""
+    """The bytes of a Mac's memory that every version of macOS lets the GPU have."""
     return ram_nbytes * (2 / 3 if ram_nbytes < 37 << 30 else 3 / 4)
 
 
@@ -72,7 +73,7 @@ def _log_need(ram_nbytes):
 
 
 def _cgroups() -> Iterator[tuple[Path, int]]:
-    """The folder and the limit of this process's memory cgroup and of each above it, if limited."""
+    """Yield folder and limit of this process's memory cgroup and of each above it, if limited."""
     try:
         groups = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
     except OSError:
@@ -112,18 +113,18 @@ def _held(folder):
 
 
 def memory_in_cgroups() -> int | None:
-    """Bytes that this process's cgroups still give it, page cache taken back; None: no limit."""
+    """Bytes this process's cgroups still allow, if page cache is dropped; None: no limit."""
     return min((nbytes - _held(folder) for folder, nbytes in _cgroups()), default=None)
 
 
 def memory_available() -> int:
-    """Bytes of the machine's memory that this process may still take, page cache taken back."""
+    """Bytes of memory that this process may still take if the page cache is dropped."""
     system, group = psutil.virtual_memory().available, memory_in_cgroups()
     return system if group is None else min(system, group)
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Seconds so far to bring pages back from swap, and as many for each page that went there.
+    """Seconds spent so far on pages that came back from swap; the same with those still there.
 
     Linux: this process's pages, and its code that is read again; None if no page is in swap. Mac:
     the pages that all programs have in the memory compressor, from which macOS swaps; None while

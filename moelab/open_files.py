@@ -1,7 +1,7 @@
 """The limit of open files: the soft one is raised for a model's files, the hard one stays.
 
-mlx-lm sets both to numbers of its own when it is imported. That fails below a hard limit of 4096,
-and lowers a higher one for the rest of the process. Here it is imported without that.
+mlx-lm sets both limits to its own numbers when it is imported. That fails if the hard limit is
+below 4096, and lowers a higher one. Here mlx-lm is imported without setting the limits.
 """
 
 import errno
@@ -19,7 +19,7 @@ SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a p
 
 
 def allow_open(n: int, path: Path) -> None:
-    """Let the process open ``n`` more files of a model folder, or say which limit it lacks."""
+    """Let the process open ``n`` more files of a model folder, or raise OSError with the limit."""
     needed = psutil.Process().num_fds() + n + SPARE
     _raise_soft_limit(needed)
     allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -40,11 +40,11 @@ def _raise_soft_limit(n):
 
 
 class _Finder(PathFinder):
-    """Finds ``mlx_lm.utils`` before others do, and nothing else."""
+    """Finds ``mlx_lm.utils`` before other finders do, and nothing else."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        """The module's spec, whose loader runs it with another ``resource.setrlimit``."""
+        """Return the module's spec; its loader runs the module while ``setrlimit`` does nothing."""
         spec = super().find_spec(name, path, target) if name == "mlx_lm.utils" else None
         if spec:
             spec.loader.exec_module = partial(_run, spec.loader.exec_module)

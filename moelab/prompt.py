@@ -28,7 +28,7 @@ def templated(
 
 
 def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
-    """The end of ``template(prompt)`` that begins with the prompt; a cache holds the rest."""
+    """Return ``template(prompt)`` from the prompt on; a cache holds the text before it."""
     text, mark = template(prompt), "<query>"
     before, found, _ = template(mark).partition(mark)
     if not found:
@@ -55,7 +55,7 @@ def render(
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
-    """The tokens of a prompt, at least one; ``special`` adds those that begin a text."""
+    """The tokens of a prompt, at least one; ``special`` adds the tokens that begin a text."""
     ids = tokenizer.encode(text, **({} if special else {"add_special_tokens": False}))
     if not len(ids):
         raise ValueError(

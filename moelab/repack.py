@@ -39,15 +39,15 @@ from .streaming.reading.ranges import Ranges
 from .streaming.reading.reader import Reader
 from .streaming.residency.bank import ranges
 
-# ``measure_gain`` takes so many pairs of samples of about so many bytes each, but only the fewest
-# if they take so many seconds. The first pair, whose memory was never used, does not count.
+# ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each, but only
+# ``FEWEST`` after ``MEASURE_S``. The first pair, whose memory was never used, does not count.
 SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
 
 
 class Gain(NamedTuple):
     """How fast this machine reads experts as they lie on disk, and in one piece."""
 
-    reads: int  # pieces of an expert as it lies
+    reads: int  # pieces in which an expert lies on disk
     bytes_per_s: np.ndarray  # ``[n, 2]``: as they lie, and in one piece; timed back to back
 
     @property
@@ -56,7 +56,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text were decoded that took and waited for reads so long."""
+        """How many times as fast a text of ``time_s``, ``wait_s`` of it waits, would be decoded."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -70,10 +70,10 @@ class Gain(NamedTuple):
 
 
 def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
-    """Read random experts as they lie, and as many bytes in one piece, in turn, for some 0.2 s.
+    """Time reads of random experts as they lie, and of as many bytes in one piece, for some 0.2 s.
 
-    As many are in flight as a layer asks for. What is in the page cache comes from there, unless
-    the reader reads past it. None if each expert lies in one piece already.
+    Each read asks for as many experts as a layer does. Pages in the page cache are read from there,
+    unless the reader reads past it. Returns None if each expert lies in one piece already.
     """
     layers = expert_ranges(facts.located)
     reads = max(map(len, layers), default=1)
@@ -102,14 +102,14 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
 
 
 def _in_one_piece(lies):
-    """A range as long as an expert's pieces together, in the file of the first one."""
+    """Return a range as long as all of an expert's pieces, in the file of its first piece."""
     (file, first, _), size = lies[0], lies[0][0].stat().st_size
     nbytes = min(size, sum(n for *_, n in lies))
     return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]
 
 
 def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[ExpertTensor, int]]]:
-    """For each layer the pieces that an expert is read in: the first parameter, and the bytes."""
+    """List for each layer the pieces in which an expert is read: (first parameter, bytes)."""
     layers = {}
     for name, t in located.items():
         layers.setdefault(name.rsplit(".", 2)[0], {})[name] = t
@@ -125,10 +125,10 @@ def memory_for(layers: list[list[tuple[ExpertTensor, int]]], experts: int) -> me
 
 
 def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memoryview) -> float:
-    """Seconds of reading so many bytes from a place in each file, all together, into memory."""
+    """Return the seconds that reading ``wanted`` takes together: (file, first byte, bytes) each."""
     reads, rooms, at = [], [], 0
     for file, first, nbytes in wanted:
-        at += (first - at) % PAGE_NBYTES  # as far from a page as in the file, so that it can land
+        at += (first - at) % PAGE_NBYTES  # as far into a page as in the file: blocks can land
         reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
         rooms.append(address_of(memory) + at - first % PAGE_NBYTES)
         at += nbytes
@@ -144,8 +144,8 @@ def repack(
 ) -> Path:
     """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
 
-    ``library`` as in ``StreamConfig``. There is no ``out`` until its last byte is on disk and has
-    been compared.
+    ``library`` as in ``StreamConfig``. ``out`` appears when its last byte is on disk and has been
+    compared with the source.
     """
     out = Path(out)
     source = Checkpoint(model)
@@ -168,7 +168,7 @@ def repack(
     made = ("config.json", "model.safetensors.index.json")
     others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
     copied = [f for f in others if f.is_file() and f.name[0] != "."]  # not Finder's .DS_Store
-    # The files of a Hub snapshot are links into one folder. A link to elsewhere may be to a secret.
+    # The files of a Hub snapshot are links into one folder. A link to elsewhere may show a secret.
     places = {source.path.resolve(), *(file.resolve().parent for file in source.files)}
     for file in copied:
         if file.resolve().parent not in places:
@@ -181,7 +181,7 @@ def repack(
         for i, layer in enumerate(layers):
             try:
                 layer.write(folder / f"experts-{i:05d}.safetensors")
-            except RuntimeError as error:  # a read of MLX's
+            except RuntimeError as error:  # MLX failed to read
                 raise OSError(f"{source.path}: {layer.path}: {error}. Check the disk.") from error
             finally:
                 source.check_unchanged()
@@ -202,7 +202,7 @@ class _Layer:
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)
-        # Smaller parameters are a few bytes for each expert and stay with the backbone.
+        # Vectors, such as biases, are a few KB for each expert and stay with the backbone.
         self.names = packing_order(name for name, p in parameters.items() if p.ndim > 2)
         self._E = parameters[self.names[0]].shape[0]
         named = [(n, DTYPE_NAMES[parameters[n].dtype], parameters[n].shape[1:]) for n in self.names]

@@ -1,7 +1,7 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
-The tensors are those of mlx-lm's own model of the published configuration, which is never
-evaluated. The model writes noise, but each layer costs as much to read and to compute as the real
+The tensors are those of the model that mlx-lm builds from the published configuration and never
+evaluates. The model writes noise, but each layer costs as much to read and to compute as the real
 one.
 """
 
@@ -27,7 +27,7 @@ from .streaming.trace import Trace
 
 BITS = 4  # of a weight; mlx-lm's own default
 CHUNK_NBYTES = 16 << 20  # written at once; no more of a tensor is in memory
-TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's, here for those who have no data/
+TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's; an installed moelab has no data/
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,7 +54,7 @@ class NewTensor:
     name: str
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
-    # What to write if it is not random, as the sizes of an n-gram table.
+    # The values of a tensor that is not random, such as the sizes of an n-gram table.
     given: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -68,7 +68,7 @@ def plan(config: dict, bits: int = BITS) -> tuple[list[NewTensor], dict]:
     config = copy.deepcopy(config)
     model_class, args_class = model_classes(config)
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
-    # mlx-lm leaves rows without whole groups as they are; an n-gram table's get smaller groups.
+    # mlx-lm quantizes only rows of whole groups; the rows of an n-gram table get smaller groups.
     small = {"group_size": GROUP_SIZE // 2, "bits": bits, "mode": "affine"}
     embeddings = [(p, m) for p, m in model.named_modules() if isinstance(m, nn.Embedding)]
     odd = [p for p, m in embeddings if m.weight.shape[-1] % GROUP_SIZE == small["group_size"]]
@@ -87,7 +87,7 @@ def plan(config: dict, bits: int = BITS) -> tuple[list[NewTensor], dict]:
 
 
 def _scale_table(path, fan_in, bits):
-    """256 scales and their biases as bfloat16 bits, for weights uniform around zero."""
+    """Return 256 scales and their biases as bfloat16 bits, for weights uniform around zero."""
     levels = 2**bits
     std_of_levels = np.sqrt((levels**2 - 1) / 12)
     gain = next((g for suffix, g in GAINS.items() if path.endswith(suffix)), 1.0)
@@ -131,7 +131,7 @@ def _chunks(tensor, shapes, sizes, seed, silent_rows, routers=None):
             out = table[rng.integers(0, 256, (rows, columns), np.uint8)]
             if path.endswith("lm_head"):
                 out[[r - row for r in silent_rows if row <= r < row + rows]] = 0
-        else:  # a row is whole random numbers, as it holds a multiple of 64 weights
+        else:  # a row of 64 weights, or of a multiple, is a whole number of 8-byte words
             out = rng.integers(0, 2**64, rows * width // 8, np.uint64)
             out = out.view(np.uint8).reshape(rows, width)
         if routers:
@@ -140,7 +140,7 @@ def _chunks(tensor, shapes, sizes, seed, silent_rows, routers=None):
 
 
 def _header(tensors):
-    """The first bytes of a safetensors file with these tensors."""
+    """Return the first bytes of a safetensors file with these tensors."""
     header, offset = {"__metadata__": {"format": "mlx"}}, 0
     for t in tensors:
         place = [offset, offset + t.nbytes]
@@ -160,7 +160,7 @@ def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
 
 
 def _read_tokenizer(folder):
-    """A tokenizer's files, the size of its vocabulary, and the ids that must never be decoded."""
+    """Read a tokenizer's files, its vocabulary's size, and the ids that must never be decoded."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(
@@ -185,12 +185,13 @@ def synthesize(
     progress: bool = True,
     routing: str | Path | Trace | None = None,
 ) -> Path:
-    """Write a random 4-bit checkpoint that ``mlx_lm.load`` loads into a new folder.
+    """Write into a new folder a random 4-bit checkpoint that ``mlx_lm.load`` can load.
 
-    It has the shapes of ``config``, else of the model ``like``, one of ``LIKE``. None means as many
-    ``layers`` as the real model, the tokenizer's ``vocab``, tiny-moe's ``tokenizer``. ``routing``
-    is a trace, or the file of one, recorded with the same tokenizer: fed its text, the routers
-    choose experts with its locality; with None nearly uniformly, where caches hit least.
+    The checkpoint has the shapes of ``config``, or else of the model ``like`` (one of ``LIKE``).
+    None means as many ``layers`` as the real model, the tokenizer's ``vocab``, and tiny-moe's
+    ``tokenizer``. ``routing`` is a trace or its file, recorded with the same tokenizer: for the
+    trace's text, the routers choose experts with the trace's locality. With None they choose nearly
+    uniformly, and caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)

@@ -15,10 +15,10 @@ import numpy as np
 
 
 class System:
-    """An unknown system: it is asked for nothing, and what it could say is None."""
+    """An unknown system: it does nothing that it is asked to do, and what it cannot say is None."""
 
     def drop_pages(self, fd: int) -> str:
-        """Drop a file from the page cache, as far as is allowed without root. Returns how."""
+        """Drop a file from the page cache, as far as is allowed without root. Returns the call."""
         return "nothing is dropped on this system"
 
     def only_what_is_asked(self, fd: int) -> None:
@@ -28,7 +28,7 @@ class System:
         """Ask the system to read a range into the page cache."""
 
     def open_direct(self, path: str | Path) -> int:
-        """Open a file to read it past the page cache; through it where that is not possible."""
+        """Open a file to read past the page cache, or through it where that is not possible."""
         return os.open(path, os.O_RDONLY)
 
     def is_alive(self, thread: int) -> bool:
@@ -39,7 +39,7 @@ class System:
         """The processor's name."""
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far, and as many with those that are still there."""
+        """Pages that came back from swap so far; the same with the pages that are still there."""
 
     def pressure(self) -> int | None:
         """How short memory is: 1 not, 2 short, 4 very."""
@@ -59,7 +59,7 @@ class Linux(System):
         os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def open_direct(self, path):
-        with suppress(OSError):  # a file system that cannot
+        with suppress(OSError):  # the file system may not support it
             return os.open(path, os.O_RDONLY | os.O_DIRECT)
         return super().open_direct(path)
 
@@ -81,18 +81,18 @@ class Linux(System):
 
 
 class Mac(System):
-    """macOS's C library and its headers' numbers, of which Python names few, some from 3.13 on."""
+    """macOS's C library and numbers of its headers; Python names few of them, some since 3.13."""
 
     F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
-    # <mach/host_info.h>: HOST_VM_INFO64, its words of 4 bytes (revision 1, which later ones begin
-    # with), and the places of 8 bytes that count pages. What psutil calls swapped are files' pages.
+    # <mach/host_info.h>: HOST_VM_INFO64, the number of its 4-byte words (revision 1, with which
+    # later ones begin), and the places of two 8-byte counts. psutil's swapped pages are of files.
     VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
-        """The C library. Its ``fcntl`` is called by Python's, which knows how C passes ``...``."""
+        """The C library. Call ``fcntl.fcntl`` for its ``fcntl``: Python knows how C passes ``...``."""
         return ctypes.CDLL(None, use_errno=True)
 
     def drop_pages(self, fd):
@@ -107,7 +107,7 @@ class Mac(System):
         fcntl.fcntl(fd, self.F_RDAHEAD, 0)
 
     def read_ahead(self, fd, offset, nbytes):
-        with suppress(OSError):  # a file system that cannot
+        with suppress(OSError):  # the file system may not support it
             fcntl.fcntl(fd, self.F_RDADVISE, struct.pack("qi", offset, nbytes))
 
     def open_direct(self, path):
@@ -124,7 +124,7 @@ class Mac(System):
         return name.value.decode() if self._ask(b"machdep.cpu.brand_string", name) else None
 
     def swapped_pages(self):
-        """Those of all programs in the memory compressor; None while memory is not short."""
+        """Count all programs' pages in the memory compressor; None while memory is not short."""
         counts = (ctypes.c_uint64 * (self.VM_WORDS // 2))()
         words = ctypes.c_uint32(self.VM_WORDS)
         if self.pressure() in (None, 1) or self.libc.host_statistics64(
@@ -143,7 +143,7 @@ class Mac(System):
         return ctypes.c_uint32(self.libc.mach_host_self())
 
     def _ask(self, name, value):
-        """Fill in what the kernel keeps under a name; returns whether it does."""
+        """Read the kernel's value of a name into ``value``; return whether it has one."""
         nbytes = ctypes.c_size_t(ctypes.sizeof(value))
         nothing = None, ctypes.c_size_t(0)
         return not self.libc.sysctlbyname(name, ctypes.byref(value), ctypes.byref(nbytes), *nothing)
