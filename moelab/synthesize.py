@@ -131,7 +131,7 @@ def _chunks(tensor, shapes, sizes, seed, silent_rows, routers=None):
             out = table[rng.integers(0, 256, (rows, columns), np.uint8)]
             if path.endswith("lm_head"):
                 out[[r - row for r in silent_rows if row <= r < row + rows]] = 0
-        else:  # a row of 64 weights, or of a multiple, is a whole number of 8-byte words
+        else:  # a row of a multiple of 32 weights is whole 8-byte numbers
             out = rng.integers(0, 2**64, rows * width // 8, np.uint64)
             out = out.view(np.uint8).reshape(rows, width)
         if routers:

@@ -92,7 +92,7 @@ class Mac(System):
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
-        """The C library. Call ``fcntl.fcntl`` for its ``fcntl``: Python knows how C passes ``...``."""
+        """The C library. Python's ``fcntl`` calls that of C, and knows how C passes ``...``."""
         return ctypes.CDLL(None, use_errno=True)
 
     def drop_pages(self, fd):

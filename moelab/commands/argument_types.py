@@ -85,7 +85,7 @@ def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str]
 
 
 def or_auto(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type that takes ``auto``, or what ``item`` takes."""
+    """A type that takes ``auto`` and any text that ``item`` takes."""
     return or_word("auto", "auto", item)
 
 

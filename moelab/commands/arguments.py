@@ -11,7 +11,7 @@ from ..streaming.ranks import Ranks
 from .argument_types import at_least, between, not_empty, or_auto, positive, zero_or_more
 
 LEAST_KV_SIZE = 5  # tokens: a limited cache never drops its first 4
-# Arguments that may differ between ranks; those of how experts are streamed, too.
+# Arguments that may differ between ranks, besides those of how experts are streamed.
 OWN_ARGUMENTS = {"model", "adapter_path", "host", "port", "log_level", "given", "default_slots"}
 
 
@@ -48,7 +48,7 @@ NO_PIPELINE = "several machines divide the experts of each layer, not the layers
 
 
 def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
-    """Add an option of mlx-lm's command that the help hides and that ends this one, saying why."""
+    """Add a hidden option, which mlx-lm's command has; here it ends the command and says why."""
 
     class Refuse(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None):
@@ -58,7 +58,7 @@ def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
 
 
 def add_hidden(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add an option of mlx-lm's command. The help names it at its end and does not explain it."""
+    """Add an option that mlx-lm's command has. The help's end names the option without a text."""
     parser.add_argument(name, help=argparse.SUPPRESS, **options)
     parser.epilog = f"{parser.epilog or 'As mlx-lm has them:'} {name}"
 

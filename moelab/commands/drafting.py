@@ -1,4 +1,4 @@
-"""A draft by the name that a command line gives it, and text written with it."""
+"""Opens the draft that a command line names, and writes text with a draft."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +24,7 @@ LOOKUP, MTP = "lookup", "mtp"
 def open_draft(
     draft: str | Path | None, kernels: str = "auto", target: str | Path | None = None
 ) -> Draft | None:
-    """Open a draft: ``lookup``, ``mtp`` (the head in the target's folder), or that of a folder."""
+    """Open a draft: ``lookup``, ``mtp`` (the head in the target's folder), or a folder's draft."""
     if draft is None:
         return None
     if draft == LOOKUP:
@@ -36,7 +36,7 @@ def open_draft(
         found = DFlashDraft(draft)
     else:
         return ModelDraft(load(draft, StreamConfig(mode="resident", kernels=kernels))[0])
-    if mx.default_device() == mx.cpu:  # where its target computes in float32
+    if mx.default_device() == mx.cpu:  # on a CPU the target computes in float32
         found.model.set_dtype(mx.float32)
     mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
     return found
@@ -69,7 +69,7 @@ class _Shared:
 def shared_policy(
     model: nn.Module, draft: Draft, num_draft_tokens: int | str
 ) -> int | str | _Shared:
-    """``num_draft_tokens`` for ``speculative_generate``; with ``auto``, all ranks choose alike."""
+    """Return ``num_draft_tokens``; for ``auto`` on several ranks, a policy that they share."""
     ranks = session_of(model).ranks
     if ranks is None or num_draft_tokens != "auto":
         return num_draft_tokens

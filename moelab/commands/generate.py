@@ -24,11 +24,11 @@ from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
 
-WORTH = 1.2  # ``repack`` is named if a text would have come so many times as fast
+WORTH = 1.2  # ``repack`` is advised if it would make a text so many times as fast
 
 
 def generate(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Print a model's continuation and, with ``verbose``, a line of figures; of ranks only 0 does.
+    """Print a model's continuation and, with ``verbose``, a line of figures; only rank 0 prints.
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
@@ -118,7 +118,7 @@ def _check_tokens(size, tokenizer, args):
 
 
 def _needed(model):
-    """Count so far: experts in slots, experts missing there, bytes read, seconds of waits."""
+    """Return the counts so far: hits and misses of slots, bytes read, seconds of waits."""
     phases = (stats(model).prefill, stats(model).decode)
     return np.sum([(c.hits, c.misses, c.bytes_read, c.wait_s) for c in phases], 0)
 
@@ -126,7 +126,7 @@ def _needed(model):
 def _say_gain(session, r, wait_s, path):
     """Say on stderr if the text would have come much faster from a repacked model."""
     time_s = r.generation_tokens / r.generation_tps
-    # Even reads that take no time might gain too little, and a text's first tokens read the most.
+    # Reads may take too little of the time, and a short text's first tokens read the most.
     could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= 32
     if not could or session.ranks or session.config.mode not in SLOT_MODES:
         return

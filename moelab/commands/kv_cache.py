@@ -1,4 +1,4 @@
-"""Key-value caches, made by mlx-lm's options, and prompt cache files that keep them."""
+"""Checks mlx-lm's options of key-value caches; reads and writes prompt cache files."""
 
 import argparse
 import copy
@@ -38,7 +38,7 @@ Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, an
 
 
 def _unread(args, config):
-    """The command line's folder, and the model that mlx-lm builds of it without reading weights."""
+    """Return the command line's checkpoint, and its model as mlx-lm builds it, without weights."""
     checkpoint = Checkpoint(find(args.model))
     return checkpoint, build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)[0]
 
@@ -100,14 +100,14 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
 
 
 def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
-    """Read a prompt cache file: caches, ``tokenizer_config``. Refuse a damaged or unfit one."""
+    """Read a prompt cache file's caches and ``tokenizer_config``; refuse damaged or unfit ones."""
     file, bits = args.prompt_cache_file, args.kv_bits
     unread = _unread(args, config)
     try:
         cache, metadata = _read(Path(file))
         _check_fit(cache, metadata["model"], args.model, *unread)
         tokenizer_config = json.loads(metadata["tokenizer_config"])
-        tokenizer_config.pop("trust_remote_code", None)  # only the user may say so, not a file
+        tokenizer_config.pop("trust_remote_code", None)  # only the user may allow code, not a file
     except Exception as error:  # mlx-lm's code and MLX may raise anything for a strange file
         raise ValueError(
             f"{file}: expected a prompt cache of {args.model}, as cache-prompt writes it "
@@ -136,7 +136,7 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
 
 
 def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> None:
-    """Write caches, their metadata and its ``checksum``; the file is there once it is complete."""
+    """Write caches, their metadata and its ``checksum``; the file appears once it is complete."""
     metadata = metadata | {"checksum": checksum(cache, metadata)}
     try:
         with written(file) as beside:
@@ -146,7 +146,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """A file's caches and metadata (``made``: as a server must have made it); raise if damaged."""
+    """Read a file's caches and metadata; raise if it is damaged or ``made`` (None: any) differs."""
     held = read_header(file, "make it again")
     cache, metadata = load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
@@ -160,7 +160,7 @@ def _read(file, made=None):
 
 
 def _check_fit(cache, made_of, name, checkpoint, model):
-    """Raise anything for caches that are not those that the model has after a text."""
+    """Raise an error of any type for caches that the model cannot have after a text."""
     if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
         raise ValueError(f"it is one of {made_of}")
     limits = {c.max_size for c in cache if isinstance(c, RotatingKVCache)}
@@ -208,7 +208,7 @@ class PromptFiles:
     def _prompt(self, file):
         cache, about = _read(file, self._made)
         checkpoint, model = self._unread
-        of_model = cache[: len(make_prompt_cache(model))]  # those of a draft come after them
+        of_model = cache[: len(make_prompt_cache(model))]  # a draft's caches come after the model's
         _check_fit(of_model, checkpoint.path, checkpoint.path, checkpoint, model)
         tokens, kind = json.loads(about["tokens"]), about["kind"]
         if {*map(type, tokens)} != {int} or kind not in LRUPromptCache().stats_by_type():
@@ -219,7 +219,7 @@ class PromptFiles:
         return tokens, cache, kind
 
     def write(self, prompts: Iterable[Prompt]) -> None:
-        """Write prompts, oldest first, and delete the files of others that were read."""
+        """Write prompts, oldest first, and delete files that were read and hold none of them."""
         for tokens, cache, kind in prompts:
             about = {"made": self._made, "tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
@@ -245,7 +245,7 @@ def _left_alone(file):
 
 
 def _made_by(args, config):
-    """A hash of what decides the numbers in a text's caches: files by size and time, options."""
+    """Hash what decides the numbers in a text's caches: files by size and time, options."""
     folders = find(args.model), args.adapter_path, args.draft_model
     files = [f.resolve() for folder in folders if folder for f in Path(folder).glob("*")]
     files = sorted(f for f in files if f.suffix in (".safetensors", ".json"))

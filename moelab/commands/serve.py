@@ -33,7 +33,7 @@ TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eig
 
 
 def _load(args, config, group):
-    """Load what the command line names, its draft first, and the prompts that were kept of it."""
+    """Load the draft and the model that the command line names, and the prompts kept for it."""
     folder, path = Path(args.model), find(args.model)
     check_kv_cache(args, config)
     loading = arguments.loading_given(args)
@@ -72,16 +72,16 @@ def _load(args, config, group):
     served.most_texts = min(args.decode_concurrency, 2 * served.room)
     if args.prompt_cache_bytes is None:
         args.prompt_cache_bytes = sys.maxsize if plan is None else kept
-    if ranks:  # all keep the same prompts
+    if ranks:  # all ranks keep the same prompts
         args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
         arguments.compare_arguments(ranks, args)
-    # Prompts leave free what is reserved for caches, and what ``Room`` keeps free in each call.
+    # Kept prompts leave free what is reserved for caches and what ``Room`` keeps free.
     free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
     return served, Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free, files=files)
 
 
 def _texts(args, path, config):
-    """How many texts there shall be memory for: as the command line says, or as fit."""
+    """Return how many texts memory is planned for: as the command line says, or as many as fit."""
     if not config.asks_for_slots:
         return 1
     alone = plan(path, config, trust_remote_code=args.trust_remote_code)

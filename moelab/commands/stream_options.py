@@ -19,7 +19,7 @@ STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.com
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
-    """Add an option for each field of ``StreamConfig`` that has one; None if it is not given."""
+    """Add an option for each field of ``StreamConfig`` that has one; its default is None."""
     parser.set_defaults(default_slots=slots)
     group = parser.add_argument_group("how experts are streamed")
     if sampling:
@@ -45,7 +45,7 @@ def add_stream_options(
 
 
 def option_type(option: Any) -> Callable[[str], Any]:
-    """The argument type of a field of ``StreamConfig``."""
+    """Return the argument type of a field of ``StreamConfig``."""
     if not option.bounds:
         return str
     number = (nbytes if option.metavar == "BYTES" else at_least)(*option.bounds)
@@ -53,7 +53,7 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """The configuration that the options give; SwiftLM's environment variables are defaults."""
+    """Return the configuration that options give; SwiftLM's environment variables are defaults."""
     found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     fields = {ENVIRONMENT[name] for name in found}
     if "mode" in fields and "mode" not in getattr(args, "given", ()):
@@ -78,7 +78,7 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def say_plan(model: nn.Module) -> None:
-    """On rank 0, say on stderr how many slots there are and why, unless so many were asked for."""
+    """Print to stderr, on rank 0, how many slots there are and why, unless the user chose them."""
     session = session_of(model)
     said, E, slots = session.plan, session.facts.num_experts, session.config.slots
     if said is None and session.residency.layers and slots > E:
@@ -88,7 +88,7 @@ def say_plan(model: nn.Module) -> None:
 
 
 def stream_config(args: argparse.Namespace, **fields) -> StreamConfig:
-    """The configuration that the options give, with these fields in any case."""
+    """Return the configuration that the options give, with ``fields`` added."""
     given = {n: getattr(args, n, None) for n in STREAM_OPTIONS}
     given = {n: value for n, value in given.items() if value is not None}
     defaults = {"slots": args.default_slots, "lazy_logits": True}

@@ -1,6 +1,6 @@
 """What coding agents speak: OpenAI's ``/v1/responses`` (Codex), Anthropic's ``/v1/messages``.
 
-Both read a conversation as items, of which a chat is made, and answer with items.
+Both read a conversation as items, which become a chat's messages, and answer with items.
 """
 
 import json
@@ -22,11 +22,11 @@ HEADS = {"content": {"type": "message", "role": "assistant"}}
 HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "function_call"}}
 SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
 SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}  # not here
-MOST_ITEMS = 256  # of the latest answers, which clients may name by their id alone
+MOST_ITEMS = 256  # items of the latest answers are kept: clients may name one by its id alone
 _latest = {}
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-SIGNATURE = "moelab"  # of thinking; clients may drop what has none
+SIGNATURE = "moelab"  # of thinking; clients may drop thinking without one
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {500: "api_error", 503: "overloaded_error"}
@@ -80,7 +80,7 @@ System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, 
 
 
 class ItemsRequest(ChatRequest):
-    """A request of items or blocks, which becomes a chat's, for one text without probabilities."""
+    """A request of items or blocks. It becomes a chat's, for one text without log probabilities."""
 
     n: Literal[1] = 1
     logprobs: Literal[False] = False
@@ -88,14 +88,14 @@ class ItemsRequest(ChatRequest):
     messages: Pieces = Field(min_length=1)
     system: System = Field([])
     text: Form = Field({})
-    # Of items that no answer here has, but for the thoughts, which it always has.
+    # Asks for items that no answer here has, or for thoughts, which every answer has.
     include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
-        """Make messages of their pieces, which templates take, and then the ask.
+        """Join the pieces into messages that templates take, and make the ask of them.
 
-        Consecutive messages of one role, but for tools' results, become one message; later system
-        messages become user messages.
+        Consecutive messages of one role, except tools' results, become one message. System messages
+        after another role become user messages.
         """
         messages = []
         for piece in self.system + self.messages:
@@ -119,10 +119,10 @@ class Items:
     """The items of a streamed answer, one for each run of what was written."""
 
     def __init__(self):
-        self._number, self._runs = -1, []  # of the item that goes on
+        self._number, self._runs = -1, []  # of the current item
 
     def steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
-        """Say which items ``begin``, have ``more``, ``end`` or are ``cut``, with what they say."""
+        """Yield steps (``begin``, ``more``, ``end``, ``cut``), with an item's number and a run."""
         for run in part.runs:
             if not self._runs or self._runs[0].kind != run.kind or run.kind == "call":
                 yield from self._end("end")
@@ -141,7 +141,7 @@ class _Response:
     """An answer that is a list of items."""
 
     def __init__(self, asked: Asked):
-        self._items, self._numbers = Items(), count()  # those of events
+        self._items, self._numbers = Items(), count()  # of events
         tools = asked.body.get("tools") or ()
         self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
         self._answer = {"id": f"resp-{asked.id}", "object": "response", "status": "in_progress"}
@@ -204,7 +204,7 @@ class _Response:
 
 
 def _failed(words, param, status, code):
-    """Say what was wrong, instead of an answer or within a stream, in which Codex reads it."""
+    """Make the body of an error, sent alone or within a stream, in which Codex reads it."""
     failed = {"status": "failed", "error": {"code": code or "server_error", "message": words}}
     return error(words, param, status, code) | {"type": "response.failed", "response": failed}
 
@@ -219,7 +219,7 @@ class _Message:
         self._answer |= {"stop_sequence": None, "usage": _usage(len(asked.asks[0].tokens), 0, 0)}
 
     def whole(self, parts: list[Part]) -> Body:
-        if not parts:  # of a request to count
+        if not parts:  # the request only counts tokens
             return {"input_tokens": self._answer["usage"]["input_tokens"]}
         return self._answer | _ended(*parts) | {"content": [*map(_block, parts[0].runs)]}
 

@@ -1,4 +1,4 @@
-"""What the parts of the server say to each other: a text to write, and what was written of it."""
+"""What the server's parts pass to each other: a text to write, and what was written of it."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ Body = dict[str, Any]  # an object in JSON
 
 
 class Refused(ValueError):
-    """A request that cannot be answered: words, the field they are about, and how HTTP says it."""
+    """A request that cannot be answered: words, the wrong field, HTTP's status, an error's code."""
 
     def __init__(self, words: str, param: str | None = None, status=400, code: str | None = None):
         super().__init__(words)
@@ -37,15 +37,15 @@ class Served:
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
-    has_states: bool = False  # of which no token can be taken back, so that they are kept
+    has_states: bool = False  # its caches cannot drop last tokens, so earlier states are kept
     is_batchable: bool = False
-    context: float = inf  # there is memory for the caches of so many tokens,
-    room: float = inf  # so many times
+    context: float = inf  # tokens of a text that memory is planned for
+    room: float = inf  # so many such texts have caches that fit in memory
     most_texts: int = 1  # at once
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
-        return sum(max(0.5, n / self.context) for n in sizes) <= self.room  # a short one's: half
+        return sum(max(0.5, n / self.context) for n in sizes) <= self.room  # short ones count half
 
     def make_cache(self, drafted: bool = True) -> list:
         """New caches of the model and, if ``drafted``, of its draft."""
@@ -55,19 +55,19 @@ class Served:
 
 @dataclass
 class Ask:
-    """One text to write after ``tokens``. All values are JSON's, since ranks share it."""
+    """One text to write after ``tokens``. All values are JSON's, since ranks share asks."""
 
     tokens: list[int]
-    max_tokens: int  # 0 only scores the prompt, with ``echo``
+    max_tokens: int  # 0: the prompt is only scored, with ``echo``
     sampling: Body = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
     penalties: Body = field(default_factory=dict)  # those of its make_logits_processors
     seed: int | None = None  # None: random numbers of its own
     form: str | None = None  # the text goes on as this grammar says (``grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
-    logprobs: int | None = None  # so many of the likeliest tokens with each token; None: nothing
+    logprobs: int | None = None  # likeliest tokens told with each token; None: no log probabilities
     echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``
     num_draft_tokens: int | str = "auto"
-    # Where, in ``tokens``, another prompt may go on in another way, with mlx-lm's type of cache.
+    # Where in ``tokens`` another prompt may part from this one, each with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
     is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
 
@@ -97,12 +97,12 @@ class Run(NamedTuple):
 
     kind: str  # content, reasoning or call
     text: str
-    id: str = ""  # of a call, as is its name
+    id: str = ""  # of a call, like ``name``
     name: str = ""
 
 
 def joined(runs: list[Run]) -> list[Run]:
-    """Make one run of neighbours of one kind, but of calls."""
+    """Join neighbouring runs of one kind, except calls."""
     made = []
     for kind, group in groupby(runs, attrgetter("kind")):
         same = [*group]

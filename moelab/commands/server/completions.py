@@ -6,8 +6,8 @@ from itertools import accumulate
 from .ask import Body, Part
 from .requests import Asked, ChatRequest, CompletionRequest, Dialect
 
-LEAST = -9999.0  # OpenAI's log probability of a token that cannot be
-NAMES = [("cmpl", "text_completion", "text_completion")]  # of answers, whole and in parts
+LEAST = -9999.0  # OpenAI's log probability of an impossible token
+NAMES = [("cmpl", "text_completion", "text_completion")]  # of ids; of answers, whole and in parts
 NAMES += [("chatcmpl", "chat.completion", "chat.completion.chunk")]
 
 
@@ -15,7 +15,7 @@ class _Choices:
     """An answer that has a choice for each text."""
 
     def __init__(self, asked: Asked):
-        # Not ``asked``, which has this answer: a circle would stay until Python collects them.
+        # ``asked`` is not kept: it has this answer, and a cycle stays until Python collects it.
         self._asks, self._request = asked.asks, asked.request
         self._tokenizer = asked.served.tokenizer
         self._detokenizer, self._told = self._tokenizer.detokenizer, {}
@@ -29,7 +29,7 @@ class _Choices:
         return self._head | {"choices": choices, "usage": self._usage(parts)}
 
     def begin(self) -> Iterable[Body]:
-        """Begin each text: the official client counts log probabilities of a first event twice."""
+        """Begin each text empty: OpenAI's client counts a first event's log probabilities twice."""
         return (event for i in range(len(self._asks)) for event in self.part(i, Part()))
 
     def idle(self) -> None: ...
@@ -46,7 +46,7 @@ class _Choices:
         return self._message(index, part) if self._is_chat else self._text(index, part)
 
     def _message(self, index, part):
-        """Make a choice of what was said or, in a stream, of what was added."""
+        """Make a choice of a whole message or, in a stream, of what was added."""
         said = {} if index in self._told else {"role": "assistant", "content": ""}
         told, stream = self._told.get(index, 0), self._stream
         for kind, text, id, name in part.runs:
@@ -67,16 +67,16 @@ class _Choices:
         text, begun = part.text, self._request.prompt[index // self._request.n]
         if self._request.echo and index not in self._told:
             if not isinstance(begun, str):
-                half = self._detokenizer.begin(begun)  # the answer begins with that character
+                half = self._detokenizer.begin(begun)  # the answer has that half character
                 begun = self._tokenizer.decode(begun).rstrip("\ufffd" * half)
             text = begun + text
         rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]
-        # Only the first byte of a character has other first bits than 10.
+        # In UTF-8 all bytes of a character but the first begin with the bits 10.
         sizes = [sum(byte & 0xC0 != 0x80 for byte in row["bytes"]) for row in rows]
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
         scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
         scores["token_logprobs"] = [row["logprob"] for row in rows]
-        # Of tokens with one name the likeliest stays; the prompt's first has no probability.
+        # Of tokens with one text the likeliest stays. The prompt's first token has no probability.
         tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]
@@ -86,7 +86,7 @@ class _Choices:
     def _score(self, token, logprob, top=None):
         """Make OpenAI's form of a token, its log probability and the likeliest tokens."""
         data = self._detokenizer.bytes_of(token)
-        score = None if logprob is None else max(LEAST, logprob)  # in this order of nan, too
+        score = None if logprob is None else max(LEAST, logprob)  # LEAST also for nan
         row = {"token": data.decode(errors="backslashreplace"), "bytes": [*data], "logprob": score}
         return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
 
@@ -99,7 +99,7 @@ class _Choices:
 
 
 def error(words: str, param: str | None, status: int, code: str | None) -> Body:
-    """Say what was wrong, instead of an answer or within a stream."""
+    """Make the body of an error, sent instead of an answer or within a stream."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": words, "type": kind, "param": param, "code": code}}
 

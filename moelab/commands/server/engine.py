@@ -1,9 +1,9 @@
 """The thread that computes: it reads prompts in parts and writes texts, in batches or one by one.
 
 A short prompt is read with others in one pass of mlx-lm's ``BatchGenerator``. A long one is read in
-parts, between which texts are written for as long as the part took, so that nobody waits for a
-whole prompt of another. A text that is alone is not in a batch, which the kernels for one text
-cannot compute. Texts with a draft, ``--kv-bits`` or caches that cannot be merged are written one
+parts. After each part texts are written for as long as the part took, so that no text waits for
+another's whole prompt. A single text is not in a batch: the kernels for one text cannot compute a
+batch. Texts with a draft, ``--kv-bits`` or caches that cannot be merged are written one
 after another. Of several ranks, rank 0 decides each turn and tells the others.
 """
 
@@ -37,8 +37,8 @@ from .text import Stops
 
 GRACE_S = 2  # the thread has so long to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
-PART = 512  # tokens of a prompt that are read at once while there are other texts,
-LATELY_S = 10  # or were so lately
+PART = 512  # tokens of a prompt that are read at once while there are other texts
+LATELY_S = 10  # and for so many seconds after
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 
@@ -51,7 +51,7 @@ class _Text:
         self.place = "waiting"  # for memory; then it is "reading" its prompt, "alone" or in "batch"
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # its number in the batch
-        self.steps = None  # its tokens, as it is written with a draft
+        self.steps = None  # yields its tokens, if it is written with a draft
         self.mask = Mask(ask.form, tokenizer, self.prompt_size) if ask.form else None
         self.scores = [Token(ask.tokens[0], None, [])] if ask.echo else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
@@ -61,7 +61,7 @@ class _Text:
 
     @property
     def size(self) -> int:
-        """The tokens that its caches must hold; of a text without a limit, the next ones."""
+        """The tokens that its caches must hold; without a limit, those so far and ``PART`` more."""
         is_open, ended = self.ask.is_open, self.prompt_size + self.ask.max_tokens
         return min(len(self.tokens) + PART, ended) if is_open else ended
 
@@ -127,12 +127,12 @@ class Engine:
         number = next(self._numbers)
         self._tells[number] = tell
         self._inbox.put((number, ask))
-        if self._error:  # then nobody looks into the inbox
+        if self._error:  # then nobody reads the inbox
             tell(self._error)
         return partial(self._inbox.put, (number, None))
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if one did: no rank goes on without another."""
+        """Raise the error that ended the thread, if any: no rank goes on without the others."""
         if self._error and not isinstance(self._error, Refused):
             raise self._error
 
@@ -186,7 +186,7 @@ class Engine:
         for text in self._at("reading", "alone"):
             self._try(self._place, text)
         reading, written = self._at("reading"), self._at("batch", "alone")
-        drafts = any(text.steps for text in written)  # then the draft has the state of that text
+        drafts = any(text.steps for text in written)  # then the draft's state is that text's
         if reading and not drafts and (turn["due"] or not written):
             # A short prompt comes first, unless a part of a long one is due.
             text = min(reading, key=lambda text: (text.rest <= PART) == turn["due"])
@@ -232,7 +232,7 @@ class Engine:
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
-        """Do some work for a text or the batch; an error ends its texts and, with ranks, all."""
+        """Work for a text or the batch; an error ends its texts; with ranks, all texts."""
         try:
             work(*texts)
         except Exception as e:
@@ -240,9 +240,9 @@ class Engine:
                 raise
             logging.error("%s", describe(e))
             if not texts or texts[0].uid is not None:
-                texts, self._batch = self._at("batch"), None  # its caches may be damaged
+                texts, self._batch = self._at("batch"), None  # the batch's caches may be damaged
             for text in texts:
-                text.cache = text.uid = None  # so that they are not kept
+                text.cache = text.uid = None  # so that its cache is not kept
                 begun = text.ask.is_open and len(text.tokens) > text.prompt_size
                 if begun and isinstance(e, MemoryError):
                     text.say("length")  # a text without a limit ends where memory does
@@ -257,7 +257,7 @@ class Engine:
         return not texts or (len(texts) < self.served.most_texts and fits)
 
     def _open(self, text):
-        """Find what is known of a prompt, and where it is read."""
+        """Fetch caches kept for a prompt's beginning, and choose where the rest is read."""
         served, ask, cuts = self.served, text.ask, dict(text.ask.cuts)
         text.tokens = ask.tokens[:]
         text.processors = make_logits_processors(**ask.penalties) + [text.mask] * bool(text.mask)
@@ -291,7 +291,7 @@ class Engine:
                 self._insert(text)
 
     def _insert(self, text):
-        """Put a text into the batch, which reads what is unread of it."""
+        """Put a text into the batch, which reads the rest of its prompt."""
         tokens, served = text.tokens, self.served
         if self._batch is None:
             self._batch = BatchGenerator(
@@ -315,7 +315,7 @@ class Engine:
         self.prompts.trim(self._batch.prompt_cache_nbytes)
 
     def _read(self, text):
-        """Read the next part of a prompt; the other prompts are read before the one after it."""
+        """Read the next part of a prompt, and move the prompt behind all others."""
         most = min(self.served.args.prefill_step_size, SCORED if text.scores else self._most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
         if self.served.draft is not None and not text.scores:
@@ -345,7 +345,7 @@ class Engine:
         for r in written:
             text = texts[r.uid]
             ends = text.write(r.token, r.logprobs)
-            if r.finish_reason:  # then the batch has no longer anything of it
+            if r.finish_reason:  # then the batch has dropped the text
                 text.uid, text.cache, text.read = None, r.prompt_cache, len(text.tokens)
             if ends:
                 self._end(text)
@@ -385,7 +385,7 @@ class Engine:
             num_draft_tokens=shared_policy(served.model, served.draft, most),
             max_tokens=max_tokens,
             sampler=make_sampler(**text.ask.sampling),
-            logits_processors=[  # which look at the whole prompt
+            logits_processors=[  # they look at the whole prompt
                 lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
                 for f in text.processors
             ],
@@ -409,7 +409,7 @@ class Engine:
 
 
 def _tokens(ids, logprobs, most):
-    """Tokens [n] with their own of the log probabilities [n, V], and the ``most`` likeliest."""
+    """Make a ``Token`` of each id [n], with ``most`` likeliest, from log probabilities [n, V]."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
     size = min(max(most, 1), logprobs.shape[-1])
     top = mx.argpartition(-logprobs, size - 1, axis=-1)[:, :size]

@@ -1,6 +1,6 @@
 """The form of a text, if one is asked for: JSON of a schema, or calls. llguidance masks the rest.
 
-It is imported only where a request needs it (the extra ``moelab[schema]``).
+llguidance is imported only where a request needs it (the extra ``moelab[schema]``).
 """
 
 import json
@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .ask import Body, Refused
 from .prompts import same
 
-ONE_LINE = {"whitespace_pattern": " "}  # one space at most in a place: some models never end them
+ONE_LINE = {"whitespace_pattern": " "}  # at most one space: some models write spaces without end
 CALLS = "json_tools"  # mlx-lm's parser of calls that are JSON in tags
 
 
@@ -27,7 +27,7 @@ def _library():
 
 
 def check(schema: Body, *path: str) -> None:
-    """Raise ``Refused``, with the place below ``path``, for a schema that cannot be kept to."""
+    """Raise ``Refused``, with the place below ``path``, for a schema that is not supported."""
     matcher = _library().LLMatcher
     known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
@@ -35,7 +35,7 @@ def check(schema: Body, *path: str) -> None:
         return matcher.validate_grammar(matcher.grammar_from_json_schema(known | part))
 
     def innermost(part):
-        """The names that lead to the innermost part of which the same is said."""
+        """Return the names that lead to the innermost part with the same error."""
         for name, inner in part.items() if isinstance(part, dict) else enumerate(part):
             names = innermost(inner) if isinstance(inner, dict | list) else []
             if names or (isinstance(inner, dict) and wrong(inner) == words):
@@ -62,7 +62,7 @@ def schema_of(value: Any) -> Body | None:
 
 
 def choice_of(value: Any) -> str | list[str]:
-    """Make auto, none, required or the name of a function, in a list, of a ``tool_choice``."""
+    """Read a ``tool_choice``: auto, none, required, or a list with a function's name."""
     match {"type": value} if isinstance(value, str) else value:
         case {"type": "auto" | "none" | "required" as kind}:
             return kind
@@ -81,9 +81,9 @@ def grammar(
     tools: list[Body] | None = None,
     one: bool = False,
 ) -> str | None:
-    """Write in llguidance's Lark what a text may be: an answer or calls. None: anything.
+    """Write a text's grammar in llguidance's Lark: an answer or calls. None: any text.
 
-    ``state`` is ``Splitter``'s; after it a thought may come first. Raises ``Refused``.
+    ``state`` is ``Splitter``'s; in it a thought may come first. Raises ``Refused``.
     """
     forced = choice not in ("auto", "none")
     if schema is None and not forced:
@@ -111,7 +111,7 @@ def grammar(
 
 
 def _call(tokenizer, functions):
-    """The rule of a call of one of the functions."""
+    """Write the rule for a call of one of the functions."""
     parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
     if parser != CALLS:
         words = f"in this model's format, {parser}, calls can neither be forced nor go with a form"
@@ -159,13 +159,13 @@ class Mask:
 
     @property
     def error(self) -> str:
-        """What the library says if it cannot go on, as at one of its limits; else nothing."""
+        """llguidance's words if it cannot go on, as at one of its limits; else an empty text."""
         return self._matcher.get_error().partition("\n")[0]
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Return the logits [1, V] after any ``tokens`` [T], with -inf for what cannot follow."""
         written = np.array(tokens)[self._size :]
-        kept = same(self._written, written)  # fewer than were read, where drafts are verified
+        kept = same(self._written, written)  # fewer than were read, if a draft was rejected
         self._matcher.rollback(len(self._written) - kept)
         kept += self._matcher.try_consume_tokens(written[kept:].tolist())
         self._written = written[:kept]

@@ -32,13 +32,13 @@ from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
-KEEPALIVE_S = 4  # in a stream that says nothing else for so long, the client hears that it goes on
+KEEPALIVE_S = 4  # after so long without an event, a stream sends one that keeps it alive
 GRACE_S = 2  # at Ctrl-C, clients have so long to take what was written
-MOST_NBYTES = 2**22  # of a request: 16 for each of 256k tokens
-SMALL_NBYTES = 2**14  # of a small request; 16 of them are taken however short memory is
+MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
+SMALL_NBYTES = 2**14  # of a small request; 16 small ones are taken however short memory is
 TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text
-CHECK_S = 60  # a request is refused whose check takes longer: its chat template may have no end
-_held = {}  # bytes of each request that is large or whole, until it is answered
+CHECK_S = 60  # a request whose check takes longer is refused: its template may be endless
+_held = {}  # bytes of each unanswered request that is large or completely read
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
 UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
 
@@ -51,7 +51,7 @@ def app(engine: Engine, served: Served, origins: Sequence[str] = ()) -> CORSMidd
     fixed[f"/v1/models/{served.name}"] = card
     ways = [(path, JSONResponse(said), "GET") for path, said in fixed.items()]
     ways += [(d.path, _Endpoint(d, engine, served, origins), "POST") for d in DIALECTS]
-    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # for some clients' base URL
+    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # for base URLs without it
     routes = [Route(path, endpoint, methods=[method]) for path, endpoint, method in ways]
 
     async def refuse(request, error):
@@ -63,7 +63,7 @@ def app(engine: Engine, served: Served, origins: Sequence[str] = ()) -> CORSMidd
 
 
 def _error(dialect, error):
-    """What a client is told of an error, and the status."""
+    """Log an error, and make the body and the status that tell a client of it."""
     passes = isinstance(error, MemoryError | asyncio.CancelledError)  # another try may succeed
     status = 503 if passes else getattr(error, "status", 500)
     words = describe(error) if status == 500 else shorten(error, 1000)
@@ -99,7 +99,7 @@ class _Endpoint:
 
         try:
             check = threading.Thread(target=self._check, args=(await self._read(request), tell))
-            check.daemon = True  # the process does not wait for it at its end
+            check.daemon = True  # the process ends without waiting for the thread
             check.start()
             asked, _ = await _next(told, CHECK_S)
             if asked is None:  # end the thread, once it is back from native code
@@ -116,20 +116,20 @@ class _Endpoint:
             logging.info("%s: the client has gone", scope["path"])
         except (Exception, asyncio.CancelledError) as error:
             words, status = _error(self.dialect, error)
-            with suppress(asyncio.CancelledError):  # of a client that takes nothing
+            with suppress(asyncio.CancelledError):  # the client takes nothing
                 await write(words, status=status)
         finally:
             _held.pop(request, None)
 
     async def _read(self, request):
-        """Read a body to its end, also one that is refused: its client would lose the answer."""
+        """Read a body to its end, even if it is refused: else its client would lose the answer."""
         parts, body, origin = request.stream(), bytearray(), request.headers.get("origin")
         free = memory_now()[1] // 2 // TOKENS_NBYTES
         longest, most = max(SMALL_NBYTES, min(MOST_NBYTES, free)), max(16 * SMALL_NBYTES, free)
         try:
             if origin and not {"*", origin}.intersection(self.origins):
                 raise Refused(f"Origin: {origin[:100]} is not in --allowed-origins", status=403)
-            async for part in parts:  # the last is empty
+            async for part in parts:  # the last part is empty
                 body += part
                 large = len(body) > SMALL_NBYTES
                 if len(body) > longest:
@@ -150,7 +150,7 @@ class _Endpoint:
         try:
             tell(Asked(self.dialect, parsed(body), self.served))
         except (Exception, SystemExit) as error:
-            tell(error.with_traceback(None))  # which would keep the body
+            tell(error.with_traceback(None))  # a traceback keeps the body
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
@@ -166,7 +166,7 @@ class _Endpoint:
                 if part:
                     texts[index].append(part := asked.splitters[index].add(part))
                     events = [*answer.part(index, part)] if asked.stream else []
-                # What is read or held, as a call until it ends, makes no event for a while.
+                # A prompt that is read, or a call until it ends, makes no event for a while.
                 if asked.stream and not events and time.monotonic() - said_s >= KEEPALIVE_S:
                     events = [answer.idle()]
                 if events:
@@ -177,7 +177,7 @@ class _Endpoint:
 
 
 async def _next(told, within_s=None):
-    """Return the next event of the queue, or None if none comes in time; raise an error."""
+    """Return the queue's next event, or None if none comes in time; raise it if it is an error."""
     event, index = None, None
     with suppress(TimeoutError):
         async with asyncio.timeout(within_s):
@@ -200,7 +200,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address, family=family, backlog=1024)
-        # uvicorn takes what waits: 180 kB for each of 1,500 clients where the system decides.
+        # uvicorn takes all that waits: 180 kB for each of 1,500 clients with the system's buffers.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
         return made
     except OSError as error:
@@ -220,7 +220,7 @@ class Server(uvicorn.Server):
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
         for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # until the process ends
-            if signal.getsignal(ends) is not signal.SIG_IGN:  # nohup has a hang-up ignored
+            if signal.getsignal(ends) is not signal.SIG_IGN:  # nohup ignores a hang-up
                 signal.signal(ends, self.handle_exit)
         try:
             self.run([self.socket])
@@ -228,7 +228,7 @@ class Server(uvicorn.Server):
             self.engine.stop()
 
     def handle_exit(self, *_):
-        """Ask the server to end: after an exception MLX aborts. The fourth signal ends it now."""
+        """Ask the server to end (an exception would abort MLX). The fourth signal ends it now."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
             interrupts.end()
@@ -243,7 +243,7 @@ class Server(uvicorn.Server):
             cycle = client.cycle
             sends = cycle is None or cycle.response_complete or cycle.more_body
             if sends or client.flow.write_paused:
-                # Another request, or something that was taken, makes it another wait.
+                # Another request, or bytes that the client took, begin another wait.
                 wait = client, cycle, client.transport.get_write_buffer_size()
                 silent[wait] = self._silent.get(wait, now)
                 if now - silent[wait] > SILENT_S:

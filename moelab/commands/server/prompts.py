@@ -15,7 +15,7 @@ from ...memory import return_free_memory
 from ...streaming.plan import memory_now
 
 MODEL = "model"  # LRUPromptCache has a key for the model, and a server has one model
-MIN_SHARED = 16  # fewer tokens that prompts share are sooner read again than kept
+MIN_SHARED = 16  # fewer shared tokens are read again faster than kept
 LATEST = 16  # prompts whose tokens are remembered, to see where the next ones part from them
 
 
@@ -26,8 +26,8 @@ class _Kept(list):
 class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
-    Where less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0, as on ranks
-    (which must all keep the same), none is. ``files`` (``PromptFiles``) has what an earlier server
+    While less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0 none is, as on
+    ranks, which must all keep the same. ``files`` (``PromptFiles``) has what an earlier server
     kept, and ``close`` saves what this one keeps. One thread calls this.
     """
 
@@ -45,17 +45,18 @@ class Prompts:
             self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
 
     def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        """A copy of caches with the most tokens of a prompt but its last, or None; how many."""
+        """Return a copy of the caches with most of ``tokens[:-1]``, or None; how many tokens."""
         cache, rest = self._lru.fetch_nearest_cache(MODEL, tokens[:-1])
         cached = len(tokens[:-1]) - len(rest)
         return (list(cache), cached) if cached else (None, 0)
 
     def keep(self, tokens: list[int], cache: list, kind: str = "assistant") -> None:
-        """Keep a copy of the caches after ``tokens``, of mlx-lm's kind, if there is memory for it.
+        """Keep a copy of the caches after ``tokens`` if there is memory; ``kind`` is mlx-lm's.
 
-        The oldest assistant is forgotten first, then user, system, unless fewer of it are kept.
+        The oldest prompt of a kind is forgotten: assistant, unless more user prompts are kept; then
+        user, unless more system prompts are kept; then system.
         """
-        cache = copy.deepcopy(cache)  # shares the arrays, and the caller's may go on
+        cache = copy.deepcopy(cache)  # shares the arrays; the caller's caches may go on
         # The caches of a text in a batch are views of the batch's arrays and would keep them all.
         for c in cache:
             c.state = tree_map(lambda a: mx.contiguous(a) if type(a) is mx.array else a, c.state)
@@ -68,7 +69,7 @@ class Prompts:
     def shared(self, tokens: list[int], cached: int) -> int:
         """How many tokens a prompt shares with an earlier one; 0 if few more than are ``cached``.
 
-        Caches kept at that length serve later prompts that begin so. Notes the prompt as read.
+        Caches kept at that length serve later prompts that begin alike. Remembers the prompt.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
@@ -76,7 +77,7 @@ class Prompts:
         return shared if shared >= cached + MIN_SHARED else 0
 
     def trim(self, nbytes: int) -> None:
-        """Forget prompts until what is kept leaves ``nbytes`` of its limit to texts in work."""
+        """Forget prompts until ``nbytes`` of the limit are left for texts that are written."""
         self._lru.trim_to(n_bytes=self._lru.max_bytes - nbytes)
 
     def make_way(self, nbytes: int = 0) -> bool:

@@ -28,7 +28,7 @@ TAKEN = {"user", "metadata", "client_metadata", "safety_identifier", "request_id
 TAKEN |= {"service_tier", "priority", "speed", "inference_geo", "prediction", "truncation"}
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
 TAKEN |= {"cache_prompt", "cache_salt", "max_tool_calls", "web_search_options", "verbosity"}
-# Fields that are taken with this value, which is what happens without them.
+# Fields that are taken only with this value, which is the default here.
 ONLY = {"modalities": ["text"], "suffix": "", "best_of": 1}
 ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 ONLY |= {"background": False, "min_tokens": 0, "ignore_eos": False, "length_penalty": 1}
@@ -45,7 +45,7 @@ def _object(**fields):
 
 
 def _place(error, names):
-    """The names that lead to what is wrong, without the types of a union."""
+    """Return the names that lead to a wrong value, without the types of a union."""
     first, *rest = error["loc"]
     where = [shorten(name, 100) for name in (names.get(first, first), *rest)]
     return [name for name in where if "[" not in name and name not in ("str", "constrained-int")]
@@ -57,12 +57,12 @@ def _expect(is_so, name, expected, got):
 
 
 def parsed(text: bytes, where: str = "body: ") -> Body:
-    """Read an object in JSON. Half a character, where a client cut a text, becomes U+FFFD."""
+    """Read an object in JSON. Half a surrogate pair, where a client cut a text, becomes U+FFFD."""
     try:
         return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
     except ValidationError as error:
         words = error.errors()[0]["msg"]
-    raise Refused(f"{where}expected an object in JSON: {words}")  # without what keeps the text
+    raise Refused(f"{where}expected an object in JSON: {words}")  # not the error: it keeps the text
 
 
 def _arguments(value):
@@ -72,12 +72,12 @@ def _arguments(value):
 
 @lru_cache
 def leave_out(what: str) -> None:
-    """Say once in the log what the model never sees."""
+    """Log once that ``what`` is left out."""
     logging.warning("%s: left out of the prompt, since the model cannot use it", what)
 
 
 def shown(message: object) -> object:
-    """Put a line of text in the place of each image in a tool's result, which stays in a chat."""
+    """Replace each image in a tool's result by a line of text, since the result stays in a chat."""
     match message:
         case {"role": "tool", "content": list(parts)}:
             images = [isinstance(p, dict) and "image" in str(p.get("type")) for p in parts]
@@ -87,9 +87,9 @@ def shown(message: object) -> object:
 
 
 def functions(tool: object, prefix: str = "") -> list[Body]:
-    """Make a chat's functions of a tool in OpenAI's or Anthropic's form, which may be a namespace.
+    """List the functions of a tool in OpenAI's or Anthropic's form; a namespace has several.
 
-    A tool that the client or the service runs in a way of its own makes none.
+    A tool that the client or the service runs in its own way has none.
     """
     match tool:
         case {"type": "function", "function": {"name": str()}}:
@@ -107,19 +107,19 @@ def functions(tool: object, prefix: str = "") -> list[Body]:
 
 
 def _stops(value):
-    """Make a list of a text. An empty one ends nothing."""
+    """Make a list of a stop string, without empty ones, which would end nothing."""
     value = [value] if isinstance(value, str) else value
     return [text for text in value if text != ""] if isinstance(value, list) else value
 
 
 def _listed(value):
-    """Make a list of a text, or of the first tokens of one."""
+    """Make a list of a single prompt, which is a text or a list of tokens."""
     is_one = isinstance(value, str) or (isinstance(value, list) and isinstance([*value, 0][0], int))
     return [value] if is_one and value != [] else value
 
 
 OBJECT, IMAGE = TypeAdapter(Body), {"type": "text", "text": "(an image was left out)"}
-# In JSON, halves of a surrogate pair that are alone; the group has what comes before them.
+# In JSON, a lone half of a surrogate pair. The group has what stays: other escapes, pairs.
 HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
@@ -140,7 +140,7 @@ Form = with_config(ConfigDict(strict=True, extra="forbid"))(TypedDict("Form", Fo
 
 
 class Request(BaseModel):
-    """What requests of chats and of completions have in common. Null is the default."""
+    """The fields that requests of chats and of completions share. Null is the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     model: str = DEFAULT
@@ -179,7 +179,7 @@ class Request(BaseModel):
             _expect(tokens and max(tokens) < size, "prompt", ids, tokens)
         sampling = {"temp": args.temp, "top_p": args.top_p, "top_k": args.sampling_top_k}
         sampling |= {"min_p": args.min_p} | self.model_dump(include=SAMPLING, exclude_none=True)
-        if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # logits over less may be infinite
+        if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # a lower one makes infinite logits
             sampling["temp"] = 0.0
         ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
         sampling["xtc_special_tokens"] = ends  # as in mlx-lm's server
@@ -212,7 +212,7 @@ class ChatRequest(Request):
     enable_thinking: bool | None = None
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
-        """Make the asks and, for each, what splits its text."""
+        """Make the asks and a ``Splitter`` for each."""
         tokenizer, tools = served.tokenizer, [*chain(*self.tools)]
         tools = tools if self.tool_choice != "none" and tools else None
         effort, thinks = self.reasoning.get("effort") or self.reasoning_effort, self.enable_thinking
@@ -239,7 +239,7 @@ class CompletionRequest(Request):
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
-        """Make the asks and, for each, what leaves its text as it is."""
+        """Make the asks and, for each, a ``Splitter`` that leaves its text as it is."""
         encode, scores = served.tokenizer.encode, self.logprobs is not None
         prompts = [(encode(p) if isinstance(p, str) else p, []) for p in self.prompt]
         form = grammar(served.tokenizer, "content", self.response_format)
@@ -248,9 +248,9 @@ class CompletionRequest(Request):
 
 
 class Answer(Protocol):
-    """How a dialect says what was written: ``whole``, or as a stream that begins and ends.
+    """How a dialect sends an answer: ``whole``, or as a stream of ``begin``, ``part``, ``end``.
 
-    ``idle`` says that a stream goes on; None makes a comment. Each of ``parts`` is a whole text.
+    ``idle`` keeps a stream alive; None makes a comment of SSE. Each of ``parts`` is a whole text.
     """
 
     def whole(self, parts: list[Part]) -> Body: ...
@@ -268,26 +268,27 @@ class Dialect:
     kind: type[ChatRequest] | type[CompletionRequest]
     answer: Callable[["Asked"], Answer]
     error: Callable[[str, str | None, int, str | None], Body]  # of words, field, status and code
-    names: dict[str, str] = field(default_factory=dict)  # by its own name, that of ``kind``
+    names: dict[str, str] = field(default_factory=dict)  # this dialect's field: ``kind``'s
     prompt: str = "messages"
     too_long: str = (  # the words that clients look for
         "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "
         "{size} tokens. Please reduce the length of the {prompt}."
     )
-    writes: bool = True  # or else it counts the prompt's tokens
+    writes: bool = True  # False: only the prompt's tokens are counted
 
     def check(self, body: Body) -> ChatRequest | CompletionRequest:
         """Check the fields of a request. ``Refused`` names one that is wrong."""
         match body:
             case {"tool_choice": {"disable_parallel_tool_use": True}}:  # Anthropic's
                 body = body | {"parallel_tool_calls": False}
-        names = self.names | {name: own for own, name in self.names.items()}  # it has no other
+        # Names are swapped, so that ``kind`` refuses its own where the dialect has others.
+        names = self.names | {name: own for own, name in self.names.items()}
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:
             return self.kind.model_validate({names.get(k, k): v for k, v in given.items()})
         except ValidationError as error:
             found = [(_place(wrong, names), wrong) for wrong in error.errors(include_url=False)]
-        where, wrong = max(found, key=lambda pair: len(pair[0]))  # of a union, what fits best
+        where, wrong = max(found, key=lambda pair: len(pair[0]))  # of a union, the deepest error
         said = [other["msg"] for place, other in found if place == where]
         words = " or ".join(dict.fromkeys(said)).removeprefix("Value error, ")
         words = words.replace("Input should be", "expected", 1).replace("Input should be ", "")

@@ -31,7 +31,7 @@ def chat_tokens(
     messages = [_message(message, system) for message in messages]
     last, begun, first = messages[-1], {"add_generation_prompt": True}, ""
     if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
-        # It goes on. Without a template, ``first`` is what mlx-lm begins another message with.
+        # The last message goes on. Without a template, mlx-lm would begin another with ``first``.
         begun = {"add_generation_prompt": False, "continue_final_message": True}
         first = "\nASSISTANT:"
     if not tokenizer.has_chat_template:
@@ -39,8 +39,8 @@ def chat_tokens(
     render = partial(tokenizer.apply_chat_template, tools=tools or None, **given)
 
     def shared(messages):
-        """Count the tokens that the prompt shares with other messages, without a new turn."""
-        with suppress(Exception):  # the template need not take these
+        """Count the first tokens that the prompt shares with ``messages`` without a new turn."""
+        with suppress(Exception):  # the template may refuse them
             pairs = zip(tokens, render(messages, add_generation_prompt=False))
             return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
         return 0
@@ -53,10 +53,10 @@ def chat_tokens(
     opened = tokenizer.rfind_think_start(tokens) if tokenizer.has_thinking else -1
     thinks = opened >= 0 and opened > tokenizer.rfind_think_end(tokens)
     end = shared(messages) if has_states or thinks else 0
-    thinks = thinks and not opened < end < len(tokens)  # a message that says <think> does not
+    thinks = thinks and not opened < end < len(tokens)  # a <think> in a message does not count
     state = not first and tokenizer.response_initial_state
     state = state or ("reasoning" if thinks else "normal")
-    # The state after a user's message serves longest: its answer may be rendered without thinking.
+    # Caches after a user's message serve longest: later prompts may lack the answer's thinking.
     last = min(end or len(tokens), len(tokens) - 1)  # some templates begin each turn by themselves
     cuts = {last: "user" if messages[-1]["role"] == "user" else "assistant"}
     leading = [*takewhile(lambda m: m["role"] in ("system", "developer"), messages)]
@@ -67,7 +67,7 @@ def chat_tokens(
 
 
 def _message(message, system):
-    """Make a message what templates expect: text, and arguments that are objects."""
+    """Make the message that templates expect: its content a text, its calls' arguments objects."""
     message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content", "")
     parts = [{"text": content}] if isinstance(content, str) else content
@@ -75,6 +75,6 @@ def _message(message, system):
     message["role"] = system if message["role"] == "developer" else message["role"]
     for call in message.get("tool_calls", []):
         call["function"]["arguments"] = call["function"].get("arguments") or {}
-    if "reasoning" in message:  # as this server's answers have it; templates know the other name
+    if "reasoning" in message:  # this server's name; templates know the other
         message.setdefault("reasoning_content", message["reasoning"])
     return message

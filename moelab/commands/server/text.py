@@ -18,7 +18,7 @@ class Stops:
         self._stops, self._held, self.found = stops, "", None
 
     def add(self, text: str, last: bool = False) -> str:
-        """Return what can be sent; what may begin a stop string is held, but by the last piece."""
+        """Return text to send; what may begin a stop string is held, except in the last piece."""
         text, self._held = self._held + text, ""
         for i in range(len(text)):
             begun = [s for s in self._stops if s.startswith(text[i : i + len(s)])]
@@ -32,9 +32,9 @@ class Stops:
 class Splitter:
     """Splits a text, in whatever pieces it comes, into reasoning, calls of ``tools`` and the rest.
 
-    ``state`` is where its prompt ends; in the state "content" nothing is split. What is no call, or
-    what ``max_tokens`` cut, is read again as text of the state before it. If ``one``, only the
-    first call is an answer's.
+    ``state`` is the state at the prompt's end; in the state "content" nothing is split. Text that
+    turns out to be no call, and a call that ``max_tokens`` cut, are read again as text of the state
+    before. If ``one``, an answer has only the first call.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list | None, state: str, one=False):
@@ -44,7 +44,7 @@ class Splitter:
         self._runs, self._tool, self._called = [], "", False
 
     def add(self, part: Part) -> Part:
-        """Return the part with its ``runs``; after the last one nothing is held."""
+        """Return the part with its ``runs``; after the last part nothing is held."""
         self._runs = []
         self._read(part.text, self._tools)
         if part.finish and self._flush() == "tool":
@@ -55,7 +55,7 @@ class Splitter:
 
     def _read(self, text, tools):
         said = ""
-        for character in text:  # each alone: after what is no call, the state is another
+        for character in text:  # one by one: text that is no call changes the state
             before = self._state[0]
             self._state, more, now = self._machine.step(self._state, character)
             said += more
@@ -80,11 +80,11 @@ class Splitter:
     def _say(self, state, text):
         if state == "tool":
             self._tool += text
-        elif text and state != "header":  # of a message, which is not sent
+        elif text and state != "header":  # a message's header is not sent
             self._runs.append(Run("reasoning" if state == "reasoning" else "content", text))
 
     def _end_tool(self, end, is_call=True):
-        """Add the calls in what was read, or read again what is none."""
+        """Add the calls in a tool's text, or read the text again if it has none."""
         text, self._tool, calls = self._tool, "", []
         with suppress(Exception):  # mlx-lm's parsers raise all kinds
             parsed = self._tokenizer.tool_parser(text, self._tools) if is_call else []
