@@ -24,9 +24,9 @@ from moelab.streaming.reading import reader
 from moelab.streaming.residency import layer
 from moelab.system import Linux
 
-# Tests whose cases run in ``make test-all`` only, but for those in which ``re.search`` finds the
-# words, or for every n-th. Slow is what repeats a property on more families, seeds or settings,
-# never the only test of something; the comments say why the rest is enough for ``make test``.
+# Tests whose cases run in ``make test-all`` only, except every n-th case, or the cases in which
+# ``re.search`` finds the words. A slow case repeats a property on more families, seeds or settings
+# and is never the only test of something. Comments say why the rest is enough for ``make test``.
 SLOW = {
     # Every family streams in test_family_streams; here one of three is enough.
     "::test_lookahead_in_every_family": 3,
@@ -45,7 +45,7 @@ SLOW = {
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
     "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
-    # Other samplers by the same rule.
+    # The others are more samplers by the same rule.
     "::test_the_same_seed_writes_the_same_text": 6,
     # The policy stays, which chooses several numbers of drafts.
     "::test_the_prompt_cache_is_left_as_mlx_lm_leaves_it": "auto",
@@ -61,7 +61,7 @@ SLOW = {
 
 
 def pytest_configure(config):
-    """Started in the background, Python ignores Ctrl-C, and so would the programs under test."""
+    """Heed Ctrl-C, which Python in the background, and so the programs under test, would ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_child_stays():
-    """Ends the processes that a test started and left, as one that ran out of time."""
+    """End the processes that a test started and left running, as a test out of time does."""
     started, start = [], subprocess.Popen.__init__
 
     def noted(self, *args, **kwargs):

@@ -2,7 +2,7 @@
 
 An error says what is wrong and where, what was expected and found, and what to do. At the end
 thousands of damaged files (``helpers/fuzzing.py``): each gives the right text or one error of ours;
-none ends the process, makes it hang or leaves files open. More of them:
+none ends the process, makes it hang or leaves files open. To try more files:
 
     MOELAB_FUZZ=5000 python -m pytest tests/test_bad_input.py -k damaged_files
 """
@@ -129,7 +129,7 @@ def no_weights(path):
 
 
 def twice(path):
-    """mlx-lm takes the file that the folder lists last, which depends on the file system."""
+    """Put a tensor into two files: which one mlx-lm takes depends on the file system."""
     weights, other = mx.load(str(shard(path, 1))), mx.load(str(shard(path, 0)))
     weights |= {next(n for n in other if "switch_mlp" in n): mx.zeros(8)}
     mx.eval(weights)
@@ -170,7 +170,7 @@ def of_another_library(said, path):
 
 FORMATS = ("fp8", "awq", "gptq", "modelopt", "compressed-tensors float-quantized")
 FIFOS = ("config.json", "vocab.txt", "model-00002-of-00003.safetensors")
-BAD_FOLDERS = {  # what becomes of a valid folder, and what must be said
+BAD_FOLDERS = {  # damage to a valid folder, and the words of the error
     "no weights": (no_weights, r"expected model\*.safetensors, found none. Give"),
     "a tensor twice": (twice, "each tensor once.*Remove"),
     "no family": (partial(set_config, model_type="no_such_model"), "no_such_model"),
@@ -236,7 +236,7 @@ def test_bad_stream_configs():
 
 
 def test_the_longest_context(in_time):
-    """The plan for it says what it takes, where it fits and where it does not."""
+    """The plan says what the caches take, both where they fit and where they do not."""
     config = moelab.StreamConfig(context=2**31 - 256)
     taken = moelab.plan(TINY_MOE, config, memory_nbytes=2**63 - 1).caches_nbytes
     assert taken / (4 * 2**31) == pytest.approx(768, rel=1e-3)  # two caches, and one copied
@@ -263,7 +263,7 @@ WRONG_IDS = ([10**6], [5, 10**6], [2**40, 5], [5, 6, -1], [5] * 2049 + [families
 @pytest.mark.parametrize("ids", WRONG_IDS, ids=lambda ids: str(ids[-2:]))
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 def test_token_ids_beyond_the_vocabulary(mode, ids, good, monkeypatch):
-    """MLX would read beyond its table, which ends the process."""
+    """Without the error MLX would read beyond the embedding and end the process."""
     plain, lookup = families.load_resident(good), LookupDraft()
     with load_model(good, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
         for use in (
@@ -306,7 +306,7 @@ def test_read_fails_anywhere(mode, good, want, any_reads, monkeypatch):
         for n in {1, 2, 3, 6, reads // 3, reads // 2, reads}:
             count, fail_at = 0, n
             with pytest.raises(moelab.ReadError, match="Input/output error") as caught:
-                for _ in range(8):  # experts that are held are not read
+                for _ in range(8):  # experts in slots are not read
                     generate(model)
             assert caught.value.errno == errno.EIO
             message = str(caught.value)
@@ -324,7 +324,7 @@ def until_it_reads(model):
 
 
 def modify(file, later_ns=1_000_000):
-    """Write over the end of a file, and set its mtime: so much later than it was."""
+    """Write over the end of a file, and set its mtime ``later_ns`` after the old one."""
     status = file.stat()
     with open(file, "r+b") as f:
         f.seek(-64, os.SEEK_END)
@@ -374,7 +374,7 @@ def test_file_linked_or_replaced_while_streamed(mode, damaged, want, tmp_path, f
 
 
 def attribute(file):
-    """As Finder sets one, or Spotlight, or a download's quarantine: only the ctime is another."""
+    """Set an attribute, as Finder, Spotlight or a quarantine do: only the ctime changes."""
     before = file.stat()
     time.sleep(0.02)
     if hasattr(os, "setxattr"):
@@ -395,7 +395,7 @@ WHILE_LOADED = {
 @pytest.mark.parametrize("change", WHILE_LOADED)
 @pytest.mark.parametrize("mode", ("resident", "fused"))
 def test_file_changed_while_loaded(mode, change, damaged, want, failing_load, monkeypatch):
-    """After the headers were read, by one whose tensors may lie elsewhere."""
+    """After its headers were read, the file changes; its tensors may now lie elsewhere."""
 
     def changing(*args):
         time.sleep(0.02)
@@ -413,7 +413,7 @@ def test_file_changed_while_loaded(mode, change, damaged, want, failing_load, mo
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_closed_model(mode, good):
-    """Also one whose slots hold every expert, so that nothing would be read."""
+    """It answers no call, although its slots hold every expert and nothing would be read."""
     before = num_open()
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=E))
     model(mx.arange(40)[None])

@@ -3,7 +3,7 @@
 Of each notebook only the cells that its sliders need are run; nbmake runs the others. Needs
 Chromium (or Chrome) and its driver, ``make browser``; skipped without. Screenshots of what was seen
 are ``build/browser_NN.png``, ``browser_NN_390.png`` on a screen as narrow as a phone's, and
-``browser_NN_failed.png`` where a wait ended in vain.
+``browser_NN_failed.png`` where a wait timed out.
 """
 
 import dis
@@ -32,7 +32,7 @@ FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-f
 FLAGS += ("disable-background-networking", "disable-component-update", "window-size=1400,1100")
 ROOT = Path(__file__).parent.parent
 SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
-# Those with sliders.
+# The notebooks with sliders.
 NOTEBOOKS = [path for path in committed.NOTEBOOKS if "explore(" in path.read_text()]
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
 STATUS = f"{NOTEBOOK}?.sessionContext?.session?.kernel?.status"
@@ -130,7 +130,7 @@ def browser(lab, tmp_path):
 
 
 def save(browser, picture):
-    """A screenshot in ``build``. Returns its path."""
+    """Save a screenshot in ``build``; return its path."""
     path = ROOT / "build" / f"{picture}.png"
     path.parent.mkdir(exist_ok=True)
     assert browser.save_screenshot(str(path))
@@ -142,13 +142,13 @@ def test_every_slider_changes_the_figure(path, lab, browser):
     picture = f"browser_{path.stem[:2]}"
 
     def until(what, script):
-        """What a script returns, once that is true."""
+        """Wait until a script returns something true, and return it."""
         try:
             return WebDriverWait(browser, SECONDS, 0.2).until(lambda b: b.execute_script(script))
         except TimeoutException:
             pytest.fail(f"not after {SECONDS} s: {what}. See {save(browser, f'{picture}_failed')}")
 
-    browser.get(f"{lab}/workspaces/{path.stem}/tree/{path.name}")  # no tab of another one
+    browser.get(f"{lab}/workspaces/{path.stem}/tree/{path.name}")  # without other notebooks' tabs
     until("the notebook's kernel is ready", f"return {STATUS} === 'idle'")
     browser.execute_script("window.jupyterapp.commands.execute('notebook:run-all-cells')")
     until(
@@ -204,7 +204,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
 
 
 def moved(handle):
-    """Moves a slider by one step down, or up where it stands at its end; says whether it could."""
+    """Move a slider one step down, or up if it is at its end; return whether it moved."""
     before = handle.get_attribute("aria-valuenow")
     for key in (Keys.ARROW_LEFT, Keys.ARROW_RIGHT):
         handle.send_keys(key)

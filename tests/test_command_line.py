@@ -38,7 +38,7 @@ from moelab.prompt import encode
 
 @pytest.fixture
 def work(monkeypatch):
-    """What ``generate`` calls, in place of working."""
+    """A mock that the command calls in place of ``generate``."""
     monkeypatch.setattr(generate, "generate", work := Mock())
     return work
 
@@ -48,7 +48,7 @@ def work(monkeypatch):
 
 @pytest.mark.parametrize("command", [generate, cache_prompt, chat, serve, bench, plan, synthesize])
 def test_no_option_is_ignored_and_a_number_is_finite_and_has_bounds(command):
-    """Each is read by a command here or, of ``chat``, by mlx-lm's module that it builds on."""
+    """Each option is read by a command here or, for ``chat``, by mlx-lm's module of it."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     source = "".join(p.read_text() for p in Path(serve.__file__).parent.rglob("*.py"))
@@ -63,8 +63,8 @@ def test_no_option_is_ignored_and_a_number_is_finite_and_has_bounds(command):
                 assert action.choices or isinstance(value, (str, list, tuple)), action.dest
 
 
-# Mistakes: of each command a line that works, in which another model or more words are wrong, and
-# mistakes of its own.
+# Mistakes: ``GOOD`` has a line of each command that works; another model or more words in the line
+# are mistakes. ``OWN`` has each command's own mistakes, and what the error says.
 GOOD = {
     "check": "m",
     "generate": "m --prompt x",
@@ -258,7 +258,7 @@ def place(tmp_path_factory, moe, model_path):
 @pytest.mark.parametrize("command, said", mistakes())
 @pytest.mark.usefixtures("in_time")
 def test_a_mistake_gets_one_line_that_says_what_to_do(command, said, place, run, monkeypatch):
-    """Before any work: nothing is downloaded, measured or written."""
+    """The line comes before any work: nothing is downloaded, measured or written."""
     offline = partial(mlx_lm.utils.snapshot_download, local_files_only=True)
     monkeypatch.setattr(mlx_lm.utils, "snapshot_download", offline)
     for module, work in ((limit, "run"), (variants, "load"), (plan, "measure_costs")):
@@ -324,7 +324,7 @@ def servers_parser():
     ],
 )  # fmt: skip
 def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
-    """All that its command has, with its defaults, but where the two mean different things."""
+    """Ours has all of mlx-lm's flags, with its defaults, except flags of another meaning."""
     parser = argparse.ArgumentParser()
     ours.add_arguments(parser)
     found, wanted = parser._option_string_actions, theirs()._option_string_actions
@@ -356,7 +356,7 @@ def test_a_stream_option_counts(option, value, work, run):
     ],
 )
 def test_the_environment_of_swiftlm(variables, now, work, monkeypatch, run):
-    """Its variables are honoured and named; the command's own options come first."""
+    """SwiftLM's variables are honoured and named; the command's own options come first."""
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     options = [] if "24" in now else ["--slots", "9"]
@@ -412,14 +412,14 @@ def test_check_measures_a_file_that_is_there_in_a_folder_that_is(tmp_path, run, 
 
 @pytest.mark.parametrize("delay_s", [0.1, 0.3, 1.0])
 def test_ctrl_c_in_the_first_second(delay_s, model_path):
-    """At first during the imports of what the command needs, which take half a second."""
+    """The first signals come during the command's imports, which take half a second."""
     script = "from moelab import __main__ as m; m.interrupts.end_at_ctrl_c(); print(); m.start()"
     process = subprocess.Popen(
         [sys.executable, "-uc", script, "generate", str(model_path), "--prompt", "x",
          "--max-tokens", "1000000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    process.stdout.readline()  # a Ctrl-C before it is Python's own
+    process.stdout.readline()  # before it Python's own handler gets a Ctrl-C
     try:
         process.wait(delay_s)
     except subprocess.TimeoutExpired:
@@ -489,7 +489,7 @@ CUTS = {  # a command of model M: where it is cut off, and what it says
 
 @pytest.mark.parametrize("command", CUTS)
 def test_ctrl_c_leaves_nothing(command, model_path, tmp_path):
-    """In a destructor, which would lose an exception; a process that stays keeps the pipes open."""
+    """Not even one in a destructor, which loses exceptions. A child left would hold the pipes."""
     cut, said = CUTS[command]
     script = CTRL_C.format(cut, command.replace("M", str(model_path)))
     done = subprocess.run(

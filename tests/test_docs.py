@@ -1,7 +1,8 @@
-"""Documents, the files for pip and conda, imports: links, numbers, requirements, rooms are right.
+"""Documents, the files for pip and conda, imports: links, numbers, requirements, order are right.
 
 No measured number is typed into prose: it would not follow its record. ``MEASURED`` says what
-counts as one, ``NO_PROSE`` what may stand. A setting with a unit is written as code: `100 MB/s`.
+counts as a measured number, ``NO_PROSE`` where numbers may stand. A setting with a unit is written
+as code: `100 MB/s`.
 """
 
 import ast
@@ -92,7 +93,7 @@ def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
 def test_commands_of_the_set_up(path):
-    """Both name the tests, what pip asks of Python and MLX of the system, and targets of make."""
+    """Both documents name the systems that pip and MLX need, the tests, and targets of make."""
     text = path.read_text()
     for asked in ("Python 3.11 or newer", "glibc 2.35", "macOS 14 or newer on Apple silicon"):
         assert asked in text
@@ -125,7 +126,7 @@ def test_conda_and_pip_ask_for_the_same():
 
 
 def test_a_first_failure_hides_no_other():
-    """In the workflow each system is tested, and each command, whatever failed before."""
+    """The workflow tests each system and runs each command, whatever failed before."""
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     assert {"ubuntu-24.04-arm", "macos-15"} < {*jobs["test"]["strategy"]["matrix"]["os"]}
     assert not any(job.get("strategy", {"fail-fast": False})["fail-fast"] for job in jobs.values())
@@ -135,7 +136,7 @@ def test_a_first_failure_hides_no_other():
         assert all(step["run"].count("pytest") < 2 for step in tests)
 
 
-# From the top. "" is moelab's own modules, which every room may import.
+# From the top: a room imports what is below it. All may import "", moelab's own modules.
 ROOMS = "__main__|lab|commands||replay|streaming speculation|experts|checkpoint kernels"
 FLOORS = {room: i for i, floor in enumerate(ROOMS.split("|")) for room in floor.split(" ")}
 
@@ -163,7 +164,7 @@ def test_imports_go_down():
         if ".ipynb_checkpoints" not in p.parts  # which JupyterLab makes
     }
     graph = {m: {i for i in imports(p, paths) if i in paths} - {m} for m, p in paths.items()}
-    TopologicalSorter(graph).prepare()  # or it names the circle
+    TopologicalSorter(graph).prepare()  # or the error names the cycle
     for module, found in graph.items():
         for room in {room_of(imported) for imported in found} - {room_of(module), ""}:
             assert FLOORS[room] > FLOORS[room_of(module)], f"{module} imports {room}"

@@ -37,7 +37,7 @@ TEMPLATE = (  # one that adds something
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """tiny-moe with such a template."""
+    """tiny-moe with ``TEMPLATE``."""
     path = tmp_path_factory.mktemp("chatty") / "m"
     shutil.copytree(MODEL, path, ignore=shutil.ignore_patterns("heldout"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -46,7 +46,7 @@ def chatty(tmp_path_factory):
 
 @pytest.fixture
 def command(run):
-    """Runs a command; what it printed, or the last line of its error."""
+    """A function that runs a command; it returns the output, or the error's last line."""
 
     def command(*argv, stdin=None, code=0):
         got = run(*argv, stdin=stdin)
@@ -57,7 +57,7 @@ def command(run):
 
 
 def theirs(capsys, monkeypatch, *argv):
-    """What ``python -m mlx_lm generate`` prints of a text, the model in float32."""
+    """Return the text that ``python -m mlx_lm generate`` prints, the model in float32."""
 
     def load(path, **kwargs):
         kwargs.pop("model_config", None)
@@ -89,7 +89,7 @@ WAYS = {  # options, and the drafts with which the text is the same
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
-    """With any draft, also where a cache is quantized; and so is what is shown of the prompt."""
+    """The text is mlx-lm's with any draft and quantized caches; so is the prompt that is shown."""
     (options, drafts), k = WAYS[way], 50 if way == "sampled" else 0
     same = ["--prompt", PROMPT, "--max-tokens", 24, *options]
     wanted = theirs(capsys, monkeypatch, "--model", MODEL, *same, "--top-k", k)
@@ -104,7 +104,7 @@ def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
 
 @pytest.mark.parametrize("size", ["7", "500"])
 def test_a_cache_of_a_limited_size(size, tokenizer, command, capsys, monkeypatch, tmp_path):
-    """Of a model without caches of its own: mlx-lm makes them, so that they may be limited."""
+    """The model makes no caches of its own: mlx-lm makes them, and can limit their size."""
     made = {"config": small("qwen3-30b-a3b"), "tokenizer": tokenizer, "progress": False}
     plain = synthesize.synthesize(tmp_path / "m", **made)
     more = ["--prompt", "def f(x): return x", "--max-tokens", 12]
@@ -116,7 +116,7 @@ def test_a_cache_of_a_limited_size(size, tokenizer, command, capsys, monkeypatch
 
 
 def test_what_ends_a_text(command, capsys, monkeypatch):
-    """Tokens by their text and by their number; and the bare text of --verbose F."""
+    """Tokens by text and by number end a text; --verbose F prints the bare text."""
     more = ["-p", "def f(x):\\n", "-m", 12]
     whole = text_of(command("generate", MODEL, *SLOTS, *more))
     assert whole.startswith("def f(x):\n    ") and ").diff" in whole  # two tokens
@@ -132,7 +132,7 @@ def test_what_ends_a_text(command, capsys, monkeypatch):
 
 
 def test_the_plan_is_told_on_stderr(capsys, monkeypatch):
-    """The answer alone is on stdout, with mlx-lm's line of figures; what repack gains is not."""
+    """stdout has the answer and the figures; stderr has the plan and what repack gains."""
     argv = ["generate", "--model", str(MODEL), "-p", PROMPT, "-m", "32"]
     argv += ["--memory-nbytes", "200MB"]
     monkeypatch.setattr(generate, "WORTH", 0)  # which is less than any gain
@@ -202,7 +202,7 @@ def test_an_older_template(newer, tmp_path):
 
 
 def test_a_template_that_fails(chatty, command, tmp_path):
-    """It takes no system prompt, and changes a message, so that nothing can go on behind it."""
+    """One refuses a system prompt; another changes messages, so that no prompt can go on."""
     model, file = tmp_path / "m", tmp_path / "p.safetensors"
     shutil.copytree(chatty, model)
     (model / "chat_template.jinja").write_text(
@@ -222,7 +222,7 @@ def test_a_template_that_fails(chatty, command, tmp_path):
 
 
 def test_a_prompt_cache_file(chatty, random_tiny_moe, command, capsys, monkeypatch, tmp_path):
-    """Of this command and of mlx-lm's, for both of them; not for another model."""
+    """A file of our command or mlx-lm's works in both commands, but not with another model."""
     for model in (MODEL, chatty):
         whole, begin, end = PROMPT, PROMPT[:-10], PROMPT[-10:]
         wanted = text_of(command("generate", model, *SLOTS, "--prompt", whole, "--max-tokens", 12))
@@ -259,7 +259,7 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 
 
 def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
-    """Its checksum or its sizes show it; other numbers without a checksum are used and said."""
+    """Checksum or sizes show it; without a checksum other numbers are used, with a warning."""
     file = tmp_path / "p.safetensors"
     more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     command("cache-prompt", *more)
@@ -288,7 +288,7 @@ def test_a_prompt_cache_is_replaced_behind_its_link(command, tmp_path):
 
 
 def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path):
-    """It goes on as it is, in both commands; other bits are refused."""
+    """Both commands use the quantized cache as it is; other bits are refused."""
     file = tmp_path / "p.safetensors"
     make = ["cache-prompt", MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     kv = ["--kv-bits", "4", "--quantized-kv-start", "0"]
@@ -314,7 +314,7 @@ def said(out):
 
 
 def test_chat(chatty, command):
-    """Two messages of a conversation, forgotten, and the first again; then the end of the file."""
+    """Two messages, which ``r`` forgets, then the first again, then the end of the file."""
     first, second = "def read_json(path):", "\ndef write_json(path):"
     model, tokenizer = moelab.load(MODEL, moelab.StreamConfig(slots=16))
     with model:
@@ -336,7 +336,7 @@ def test_chat(chatty, command):
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, run, monkeypatch):
-    """A terminal shows its progress; a conversation stays as long as it is."""
+    """A terminal shows the progress of reading it; each later message gets the warning, too."""
     long = "def f(x): return x + 1; " * 40
     monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]

@@ -98,7 +98,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
     monkeypatch.setattr("moelab.commands.serve.Prompts", kept)
 
     def prompts(*options):
-        """How many a server keeps, their memory, and what they leave free."""
+        """Return how many prompts a server keeps, their memory, and what they leave free."""
         stopped(*options)
         return kept.call_args.args
 
@@ -121,7 +121,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
     ],
 )
 def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):
-    """No more texts are begun than fit, of which a short one counts as half of a whole one."""
+    """No more texts are begun than fit; a short text counts as half a whole one."""
     served = stopped("--memory-nbytes", *options)
     texts = [served.context] * 40
     fit = max(n for n in range(41) if served.fits(texts[:n]))

@@ -48,7 +48,7 @@ def test_each_part_is_counted_and_failures_come_last(tmp_path, monkeypatch, caps
 
 @pytest.fixture(scope="module")
 def left():
-    """Processes that a test leaves."""
+    """Processes that a test leaves; at the end none may be alive."""
     processes = []
     yield processes
     alive = psutil.wait_procs(processes, 30)[1]
@@ -56,7 +56,7 @@ def left():
 
 
 def test_what_a_test_leaves_running_is_ended(left):
-    """Also what a shell started. The fixture looks at it after the test."""
+    """A shell's child is ended, too. ``left`` checks that after the test."""
     shell = psutil.Process(subprocess.Popen(["sh", "-c", "sleep 600 & wait"]).pid)
     while not shell.children():
         time.sleep(0.01)

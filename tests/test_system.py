@@ -1,4 +1,4 @@
-"""What is asked of the operating system; of macOS's, by a C library that stands for its own."""
+"""What is asked of the operating system. For macOS a C library stands in for its own."""
 
 import ctypes
 import os
@@ -65,7 +65,7 @@ def test_a_macs_pages_are_dropped(mac, tmp_path):
 
 
 def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch):
-    """A normal level says None, whatever was compressed; ``check`` believes the level, too."""
+    """At a normal level it does not swap, whatever was compressed; ``check`` says so, too."""
     monkeypatch.setattr(check, "memory_available", lambda: 10**9)
     monkeypatch.setattr(check, "card", machine.card.__wrapped__)
     for level, swaps in ((1, False), (2, True), (4, True)):
@@ -89,7 +89,7 @@ def test_linux_says_what_is_in_swap(tmp_path, monkeypatch):
 
 
 def test_the_processors_name(mac, monkeypatch, tmp_path):
-    """ARM's Linux has none in /proc/cpuinfo, where LLVM knows the core."""
+    """On ARM /proc/cpuinfo has no name; if LLVM knows the core, it is added."""
     assert machine._cpu_name() == "Apple M4"
     monkeypatch.setattr(machine, "HERE", system.Linux())
     monkeypatch.setattr(system, "Path", lambda path: tmp_path / Path(path).name)
@@ -119,7 +119,7 @@ def test_a_thread_is_alive_until_it_has_ended(side, request, in_time):
 
 
 def test_what_is_not_known_is_not_asked(tmp_path):
-    """Another system's side does nothing, and reads what is there."""
+    """On an unknown system nothing is asked, and files are read as usual."""
     other = system.System()
     (tmp_path / "file").write_bytes(b"some")
     with open(other.open_direct(tmp_path / "file"), "rb") as f:
@@ -143,7 +143,7 @@ def test_a_spawned_child_asks_no_stream_of_another_threads_gpu(monkeypatch):
 
 
 def test_where_nothing_is_read_past_the_page_cache(monkeypatch):
-    """As on macOS: nothing is compiled for it, and ``reads="direct"`` reads as ``cached`` does."""
+    """As on macOS nothing is compiled for them, and ``reads="direct"`` reads as ``cached`` does."""
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     monkeypatch.setattr(flight, "built", lambda *_: pytest.fail("compiled"))
     model, _ = load(TINY, StreamConfig(slots=8, reads="direct"))
@@ -207,7 +207,7 @@ step("end")
 
 
 def test_what_a_mac_is_asked(library, tmp_path):
-    """From loading to ``check``'s end each call has what macOS takes, and none a closed file."""
+    """From loading to ``check``'s end each call has arguments that macOS takes and an open file."""
     log = tmp_path / "log"
     preload = {"LD_PRELOAD": str(library), "DARWIN_LOG": str(log), "HF_HUB_OFFLINE": "1"}
     paths = os.pathsep.join((*sys.path, str(Path(__file__).with_name("helpers"))))
@@ -220,7 +220,7 @@ def test_what_a_mac_is_asked(library, tmp_path):
     size, file = (TINY / "model.safetensors").stat().st_size, "model.safetensors"
     dropped, alone = f"msync MS_INVALIDATE {size} {file}", f"F_RDAHEAD 0 {file}"
     pressure = "sysctlbyname kern.memorystatus_vm_pressure_level"
-    # Whether experts are asked for ahead is decided by what is faster.
+    # ``check`` asks for experts ahead only if that is faster.
     assert {*calls.pop("check")} - {f"F_RDADVISE {file}"} == {alone, dropped, pressure}
     assert calls == {
         "": [],

@@ -210,7 +210,7 @@ def test_a_source_that_is_replaced_meanwhile(name, model_path, tmp_path, monkeyp
         layers.append(layer)
         if len(layers) == 1:  # an attribute, as Finder sets one, would change no more
             (source / name).chmod(0o640)
-        if len(layers) == 2:  # by a file of the same size and time
+        if len(layers) == 2:  # replaced by a file of the same size and time
             os.replace(shutil.copy2(source / name, tmp_path / name), source / name)
 
     monkeypatch.setattr(repack_module._Layer, "write", replacing)
@@ -233,7 +233,7 @@ def test_a_layer_in_two_files_or_in_none(packed, tmp_path):
 
 @pytest.fixture
 def write(tmp_path, tokenizer):
-    """Write a small checkpoint into a folder of a name."""
+    """A function that writes a small checkpoint into a folder."""
 
     def write(name="m", config=None, **kwargs):
         kwargs = {"config": small() if config is None else config, "tokenizer": tokenizer} | kwargs
@@ -243,7 +243,7 @@ def write(tmp_path, tokenizer):
 
 
 def says_something(model, prompt):
-    """Generate without NaN, and more than a few words again and again."""
+    """Return whether a model generates more than a few different tokens, and no NaN."""
     model.set_dtype(mx.float32)
     steps = [*generate_step(mx.array(prompt), model, max_tokens=32)]
     return all(mx.isfinite(p).all() for _, p in steps) and len({int(t) for t, _ in steps}) > 8
@@ -325,7 +325,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
-    """With enough dimensions for codes of 192 tokens of the trace, and enough experts."""
+    """The model has enough dimensions for codes of the trace's 192 tokens, and enough experts."""
     trace = recorded_trace("code")[:400]
     few = np.unique(trace.tokens, return_inverse=True)[1]  # ids below a small vocabulary
     trace, config = replace(trace, tokens=few), small()

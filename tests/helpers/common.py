@@ -1,4 +1,4 @@
-"""What many tests use: models, prompts, greedy decoding, what is near, in slots, cached."""
+"""What many tests use: models, prompts, greedy decoding, checks of numbers, slots, page cache."""
 
 import ctypes
 import json
@@ -37,7 +37,7 @@ def greedy_logits(model: nn.Module, prompt: list[int], steps: int) -> np.ndarray
 
 
 def near(got, want, bound: float = 1e-5) -> bool:
-    """Whether they differ by at most ``bound`` times the largest number of ``want``."""
+    """Whether ``got`` differs by at most ``bound`` times the largest number of ``want``."""
     got, want = np.array(got, np.float64), np.array(want, np.float64)
     return got.shape == want.shape and np.abs(got - want).max() <= bound * np.abs(want).max()
 
@@ -52,7 +52,7 @@ def assert_every_slot_is_there(model: nn.Module) -> None:
 
 
 def small(like="qwen3.5-35b-a3b"):
-    """The same family, small enough for a test."""
+    """The configuration ``like``, made small enough for a test."""
     config = json.loads(json.dumps(S.CONFIGS[like]))
     config.get("text_config", config).update(
         hidden_size=128, num_hidden_layers=4, num_attention_heads=4, head_dim=64,

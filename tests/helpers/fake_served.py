@@ -1,4 +1,4 @@
-"""What a dialect is given of the served model, without a model; and official types, strictly."""
+"""A ``Served`` for dialects, without a model, and strict checks by official clients' types."""
 
 from argparse import Namespace
 from functools import cache

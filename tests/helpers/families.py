@@ -6,7 +6,7 @@
 
 ``tests/streaming/test_families.py`` fails while mlx-lm has a family that is not listed here. For
 a new one add an entry to ``FAMILIES`` with what its config.json needs beyond ``COMMON``; the test
-then runs it in every mode. Its own name for K goes into ``TOP_K_KEYS`` of
+then runs it in every mode. A new family's own name for K goes into ``TOP_K_KEYS`` of
 ``moelab/streaming/build.py``, a new name of its router's weight into ``ROUTERS``. A family that
 cannot stream goes into ``NOT_STREAMED``, one that a CPU cannot run into ``EXPERTS_ONLY``.
 
@@ -109,7 +109,7 @@ class Family:
 
 GEMMA4 = {"top_k_experts": K, "tie_word_embeddings": True}
 MISTRAL4 = {"rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}}
-SMALL = {"intermediate_size": F}  # the experts' size has this name
+SMALL = {"intermediate_size": F}  # here the experts' size has this name
 FAMILIES = {
     **dict.fromkeys(
         ["Klear", "afmoe", "bailing_moe", "deepseek", "deepseek_v3", "deepseek_v32", "exaone_moe",
@@ -360,7 +360,7 @@ HUGGING_FACE = {
     "llama4": ("plain", gate_up(*IN_ONE, transposed=True)),
     "qwen3_vl_moe": ("plain", gate_up(*IN_ONE, transposed=True)),
 }
-# Those of them in which an expert's gate or up is not contiguous, so that it cannot be streamed.
+# The families of these whose experts' gate or up is not contiguous: they cannot be streamed.
 REARRANGED = {"gpt_oss", "llama4", "qwen3_vl_moe"}
 
 
@@ -381,7 +381,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
             k.replace(old, new).replace("language_model.lm_head", "lm_head"): w
             for k, w in weights.items()
         }
-        # They see, too. Of images mlx-lm leaves all out.
+        # These models see, too. mlx-lm leaves their weights for images out.
         weights["model.visual.blocks.0.norm1.weight"] = mx.ones(8)
         config["vision_config"] = {"depth": 1, "hidden_size": 8}
     if name == "gpt_oss":

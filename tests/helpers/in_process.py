@@ -1,4 +1,4 @@
-"""Servers in the process of a test, of which none has to start, and the requests of a client."""
+"""Servers in a test's own process, so that none has to start, and a client's requests."""
 
 import json
 import threading
@@ -46,7 +46,7 @@ def complete(client, prompt=PROMPTS[0], **fields):
 
 
 def chat(client, *messages, **fields):
-    """What it says after messages."""
+    """What a server says after messages."""
     messages = messages or (user(PROMPTS[0]),)
     return client.chat.completions.create(messages=messages, **USUAL | fields)
 
@@ -96,5 +96,5 @@ def serving(*options, **model):
     try:
         with listening(app, engine) as url:
             yield Here(url)
-    finally:  # its thread would keep the tests from ending
+    finally:  # the engine's thread would keep the tests from ending
         engine.stop()

@@ -1,8 +1,8 @@
 """What one rank does in ``tests/streaming/test_ranks.py``: greedy tokens of several models.
 
-    python rank_work.py MODEL SETTINGS [HOW]    goes wrong; HOW: in the middle of an answer
+    python rank_work.py MODEL SETTINGS [HOW]    HOW: what goes wrong amid an answer
 
-It ends as a command does: one line on stderr and status 1.
+After an error it ends as a command does: one line on stderr and status 1.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ def spy(layer, read):
 
 
 def goes_wrong(how, session):
-    """The routing of call number 20 of a layer is not as it should be."""
+    """Make routing number 20 raise, end the process, or choose other experts."""
     routing, number = session.routing, iter(range(10_000))
 
     def wrong(*args):

@@ -64,7 +64,7 @@ def build(name):
 
 @once
 def with_wide_heads():
-    """Quantized caches want heads of 32 or more."""
+    """A hybrid with heads of 32, the least that quantized caches take."""
     config = families.FAMILIES["qwen3_5_moe"].build_config("qwen3_5_moe")
     config["text_config"]["head_dim"] = 32
     mx.random.seed(2)

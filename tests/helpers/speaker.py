@@ -28,7 +28,7 @@ CHAT_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "Do", "parameters": {"type": "object"}},
 }
-# By its comment mlx-lm knows how calls are written.
+# mlx-lm infers from the comment how calls are written.
 TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 {% for m in messages %}{{ m.role }}: {{ m.content }}
 {% endfor %}{{ 'off' if enable_thinking is false }}{{ reasoning_effort }}"""
@@ -65,7 +65,7 @@ class Speaker:
 
 @contextmanager
 def speaking(*said, engine=None):
-    """The address of such a server, which speaks all dialects."""
+    """The address of a server with this engine, which speaks all dialects."""
     engine = engine or Speaker(*said)
     with listening(http.app(engine, caller()), engine) as url:
         yield url
