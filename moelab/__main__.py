@@ -120,7 +120,7 @@ def _as_typed(text, flags):
         return flags.get(name, name)
 
     text = re.sub(r"StreamConfig\((\w+)='(\w+)'\)", r"StreamConfig.\1 \2", text)
-    names = r"StreamConfig\.(\w+)|(?<![\w/.'-])(?:(\w+)(?==)|(\w+_\w+)\b(?![/-]))"  # not of paths
+    names = r"StreamConfig\.(\w+)|(?<![\w/.'-])(?:(\w+)(?==)|(\w+_\w+)\b(?![/-]))"  # not in paths
     return re.sub(names, flag, text)
 
 
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # of stdout, as in "... | head -1": nobody reads on
+    except BrokenPipeError:  # nobody reads stdout on, as in "... | head -1"
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # told in one line
         said = str(error)
@@ -179,7 +179,7 @@ def start() -> None:
     """Run this process's command, and end the process: ``moelab``, or ``python -m moelab``."""
     interrupts.end_at_ctrl_c()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command is done; Python's end is not
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C must not kill Python during its exit
     sys.exit(code)
 
 

@@ -30,7 +30,7 @@ class Detokenizer(StreamingDetokenizer):
         self._tokenizer, self._decode, self._clean = tokenizer, tokenizer.decode, None
         self._bytes = {}  # by token; copies share it
         encode = partial(tokenizer.encode, add_special_tokens=False)
-        if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # fast BPE ignores it
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # fast BPE ignores this flag
             ids, plain = encode(CLEANED), partial(self._decode, clean_up_tokenization_spaces=False)
             if plain(ids) != self._decode(ids):
                 self._decode, self._clean = plain, tokenizer.clean_up_tokenization
@@ -58,7 +58,7 @@ class Detokenizer(StreamingDetokenizer):
 
     @property
     def last_segment(self) -> str:
-        """The text that was added since the last look at this property."""
+        """The text added since the last look at this property, without a copy of the whole text."""
         begin, self.offset = self.offset, len(self._pieces)
         return "".join(self._pieces[begin:])
 

@@ -29,11 +29,11 @@ STATES_NBYTES = 256 * 2**20
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # The memory that macOS and other programs need is assumed to be lognormal: its median on a Mac of
-# 16 GiB, the power of the Mac's memory with which it grows, its spread. The sources in
-# data/published.csv on the side ``fit`` bound it. On 16 GiB, engines that left 3.4 and 5.8 GB
-# swapped (Godwit, qwisp), one that left 7.3 did not (Godwit). On 48, one that left 17 to 24
-# compressed memory (colibri), another that left 18 did not (flash-moe). The memory that macOS
-# withholds from a GPU grows with that power: 4.5 GB of 16, 22 of 128.
+# 16 GiB, the power of the Mac's memory with which it grows, its spread. Sources of
+# data/published.csv (``side`` fit of its recipe) bound these numbers. On 16 GiB, engines that left
+# 3.4 and 5.8 GB swapped (Godwit, qwisp), one that left 7.3 did not (Godwit). On 48, one that left
+# 17 to 24 compressed memory (colibri), another that left 18 did not (flash-moe). The memory that
+# macOS withholds from a GPU grows with that power: 4.5 GB of 16, 22 of 128.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # How many times as long a token takes on a Mac that swaps: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
@@ -124,7 +124,7 @@ def memory_available() -> int:
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Seconds spent so far on pages that came back from swap; the same with those still there.
+    """Seconds so far to bring pages back from swap; the same, as if those still there came back.
 
     Linux: this process's pages, and its code that is read again; None if no page is in swap. Mac:
     the pages that all programs have in the memory compressor, from which macOS swaps; None while

@@ -120,7 +120,7 @@ def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[Expert
 
 
 def memory_for(layers: list[list[tuple[ExpertTensor, int]]], experts: int) -> memoryview:
-    """Memory in which ``read_s`` can put so many experts of any of the layers."""
+    """Make memory into which ``read_s`` can read so many experts of any layer."""
     return huge_pages(experts * max(sum(n + PAGE_NBYTES for _, n in layer) for layer in layers))
 
 

@@ -1,4 +1,4 @@
-"""What depends on the operating system. ``HERE`` is this one's side: Linux, macOS, or neither."""
+"""What depends on the operating system. ``HERE`` is the running one: Linux, macOS, or neither."""
 
 import ctypes
 import fcntl
@@ -18,7 +18,7 @@ class System:
     """An unknown system: it does nothing that it is asked to do, and what it cannot say is None."""
 
     def drop_pages(self, fd: int) -> str:
-        """Drop a file from the page cache, as far as is allowed without root. Returns the call."""
+        """Drop a file's pages from the cache, if allowed without root; return the call's name."""
         return "nothing is dropped on this system"
 
     def only_what_is_asked(self, fd: int) -> None:
@@ -39,7 +39,7 @@ class System:
         """The processor's name."""
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far; the same with the pages that are still there."""
+        """Pages that came back from swap so far; the same, plus the pages that are still there."""
 
     def pressure(self) -> int | None:
         """How short memory is: 1 not, 2 short, 4 very."""

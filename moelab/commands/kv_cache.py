@@ -191,7 +191,7 @@ class PromptFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, most: int, nbytes: int) -> list[Prompt]:
-        """Read the newest ``most`` prompts whose files take ``nbytes`` together; oldest first."""
+        """Read the newest ``most`` prompts, of at most ``nbytes``; return the oldest first."""
         prompts, files = [], []
         for file in self._folder.glob("prompt-????????????????.safetensors"):
             with _left_alone(file):
@@ -219,7 +219,7 @@ class PromptFiles:
         return tokens, cache, kind
 
     def write(self, prompts: Iterable[Prompt]) -> None:
-        """Write prompts, oldest first, and delete files that were read and hold none of them."""
+        """Write prompts, oldest first, and delete files that were read and hold other prompts."""
         for tokens, cache, kind in prompts:
             about = {"made": self._made, "tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

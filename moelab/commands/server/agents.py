@@ -20,8 +20,9 @@ from .text import Splitter
 BILLING = "x-anthropic-billing-header:"  # begins a text of Claude Code that no model should read
 HEADS = {"content": {"type": "message", "role": "assistant"}}
 HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "function_call"}}
+# Calls of services that this server does not have.
 SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
-SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}  # not here
+SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
 MOST_ITEMS = 256  # items of the latest answers are kept: clients may name one by its id alone
 _latest = {}
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
@@ -88,7 +89,7 @@ class ItemsRequest(ChatRequest):
     messages: Pieces = Field(min_length=1)
     system: System = Field([])
     text: Form = Field({})
-    # Asks for items that no answer here has, or for thoughts, which every answer has.
+    # ``include`` asks for items that no answer here has, or for thoughts, which every one has.
     include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:

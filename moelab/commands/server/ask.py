@@ -30,7 +30,7 @@ class Served:
     """The model that is served, and the memory for its texts."""
 
     name: str  # in requests and answers
-    args: Namespace  # the command line, which has what requests do not say
+    args: Namespace  # the command line, with defaults for requests
     tokenizer: TokenizerWrapper
     size: int  # tokens of the vocabulary
     positions: int  # tokens of the longest text

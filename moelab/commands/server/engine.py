@@ -67,7 +67,7 @@ class _Text:
 
     @property
     def rest(self) -> int:
-        """The tokens of the prompt to read, but for the last one, with which writing begins."""
+        """The tokens of the prompt to read, except the last one, with which writing begins."""
         return self.prompt_size - 1 - self.read
 
     def write(self, token: int, logprobs: mx.array) -> bool:
@@ -122,7 +122,7 @@ class Engine:
         self._thread.start()
 
     def begin(self, ask: Ask, tell: Callable[[Part | Exception], None]) -> Callable[[], None]:
-        """Begin a text, and return what ends it; ``tell`` gets each ``Part`` or, last, an error."""
+        """Begin a text; return a function to end it. ``tell`` gets ``Part``s or, last, an error."""
         ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
         number = next(self._numbers)
         self._tells[number] = tell
@@ -137,7 +137,7 @@ class Engine:
             raise self._error
 
     def stop(self) -> None:
-        """End the texts that were begun with an error, and the thread."""
+        """End all texts with an error, and then the thread."""
         self._inbox.put((0, None))
         self.join()
 
@@ -232,7 +232,7 @@ class Engine:
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
-        """Work for a text or the batch; an error ends its texts; with ranks, all texts."""
+        """Do some work for a text or the batch; an error ends its texts (with ranks, all)."""
         try:
             work(*texts)
         except Exception as e:
@@ -245,7 +245,7 @@ class Engine:
                 text.cache = text.uid = None  # so that its cache is not kept
                 begun = text.ask.is_open and len(text.tokens) > text.prompt_size
                 if begun and isinstance(e, MemoryError):
-                    text.say("length")  # a text without a limit ends where memory does
+                    text.say("length")  # without a limit, a text ends when memory runs out
                 else:
                     text.tell(e)
                 self._end(text)
@@ -409,7 +409,7 @@ class Engine:
 
 
 def _tokens(ids, logprobs, most):
-    """Make a ``Token`` of each id [n], with ``most`` likeliest, from log probabilities [n, V]."""
+    """Make a ``Token`` of each id [n], with the ``most`` likeliest, by log probabilities [n, V]."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
     size = min(max(most, 1), logprobs.shape[-1])
     top = mx.argpartition(-logprobs, size - 1, axis=-1)[:, :size]

@@ -166,7 +166,7 @@ class _Endpoint:
                 if part:
                     texts[index].append(part := asked.splitters[index].add(part))
                     events = [*answer.part(index, part)] if asked.stream else []
-                # A prompt that is read, or a call until it ends, makes no event for a while.
+                # Reading a prompt, or a call until its end, makes no event for a while.
                 if asked.stream and not events and time.monotonic() - said_s >= KEEPALIVE_S:
                     events = [answer.idle()]
                 if events:
@@ -215,7 +215,7 @@ class Server(uvicorn.Server):
         self.engine, self.socket, self._silent, self._asked = engine, listening, {}, 0
 
     def answer(self) -> None:
-        """Run in the main thread, and stop the engine."""
+        """Run in the main thread; at the end stop the engine."""
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)

@@ -15,7 +15,7 @@ from ...memory import return_free_memory
 from ...streaming.plan import memory_now
 
 MODEL = "model"  # LRUPromptCache has a key for the model, and a server has one model
-MIN_SHARED = 16  # fewer shared tokens are read again faster than kept
+MIN_SHARED = 16  # reading fewer shared tokens again takes less than keeping their caches
 LATEST = 16  # prompts whose tokens are remembered, to see where the next ones part from them
 
 
@@ -77,7 +77,7 @@ class Prompts:
         return shared if shared >= cached + MIN_SHARED else 0
 
     def trim(self, nbytes: int) -> None:
-        """Forget prompts until ``nbytes`` of the limit are left for texts that are written."""
+        """Forget prompts until ``nbytes`` of the limit are left for texts being written."""
         self._lru.trim_to(n_bytes=self._lru.max_bytes - nbytes)
 
     def make_way(self, nbytes: int = 0) -> bool:

@@ -23,12 +23,12 @@ from .template import chat_tokens
 from .text import Splitter
 
 DEFAULT = "default_model"  # mlx-lm's name of the model of the command line
-# Fields that are taken without effect, whatever they say; docs/guide.md says why that is safe.
+# Fields that are accepted with any value, without effect; docs/guide.md says why that is safe.
 TAKEN = {"user", "metadata", "client_metadata", "safety_identifier", "request_id", "store"}
 TAKEN |= {"service_tier", "priority", "speed", "inference_geo", "prediction", "truncation"}
 TAKEN |= {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control"}
 TAKEN |= {"cache_prompt", "cache_salt", "max_tool_calls", "web_search_options", "verbosity"}
-# Fields that are taken only with this value, which is the default here.
+# Fields that are accepted only with this value, which is the default here.
 ONLY = {"modalities": ["text"], "suffix": "", "best_of": 1}
 ONLY |= {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}
 ONLY |= {"background": False, "min_tokens": 0, "ignore_eos": False, "length_penalty": 1}
@@ -62,7 +62,8 @@ def parsed(text: bytes, where: str = "body: ") -> Body:
         return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
     except ValidationError as error:
         words = error.errors()[0]["msg"]
-    raise Refused(f"{where}expected an object in JSON: {words}")  # not the error: it keeps the text
+    # Raised outside ``except``, so that no reference to the text stays.
+    raise Refused(f"{where}expected an object in JSON: {words}")
 
 
 def _arguments(value):
@@ -119,7 +120,7 @@ def _listed(value):
 
 
 OBJECT, IMAGE = TypeAdapter(Body), {"type": "text", "text": "(an image was left out)"}
-# In JSON, a lone half of a surrogate pair. The group has what stays: other escapes, pairs.
+# In JSON, a lone half of a surrogate pair. The group has what stays: other escapes or pairs.
 HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
