@@ -1,11 +1,11 @@
-"""Measure the engine from outside and show what was measured. The engine does not import it.
+"""Measure the engine from outside and show what was measured. The engine imports none of it.
 
-    lab/experiments/   what commands and several notebooks measure; the rest stands in the cells
-    lab/records.py     the one loop, the one form of a record, what follows from it
+    lab/experiments/   what commands or several notebooks measure; cells measure the rest
+    lab/records.py     the loop of every measurement, the form of a record, its statistics
     lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/plots/: look, sliders, pages
     lab/*.py           instruments: decoding, page cache, memory limit, texts
 
-Experiments import instruments and charts, never the other way.
+Experiments import instruments and charts; instruments and charts import no experiment.
 """
 
 import os
@@ -21,7 +21,7 @@ def preset(**sizes) -> SimpleNamespace:
 
     The second of a pair holds when ``MOELAB_FAST=1``.
     """
-    shipped("results")  # notebooks compare with records: without them they end here
+    shipped("results")  # notebooks need records: without records they end here
     chosen = {
         name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()
     }

@@ -1,8 +1,8 @@
 """python -m moelab.lab NAME: scripts that make a record or pages.
 
 Each is a function of the lab that takes the words that follow the name, and returns the exit status
-or None. Only the module of the script that was given is imported. Exit status: 1 for an error, 2
-for a wrong command line.
+or None. Only the named script's module is imported. Exit status: 1 for an error, 2 for a wrong
+command line.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def script(argv: list[str]) -> Callable[..., int | None]:
-    """Find the script that the first word names and check the others; return its ``main``."""
+    """Find the script that the first word names, check the other words, return its function."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )

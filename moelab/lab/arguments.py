@@ -1,4 +1,4 @@
-"""Options and types of arguments that only commands that measure have."""
+"""Options and argument types that only the measuring commands have."""
 
 import argparse
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Evicting(StreamConfig):
 
 
 def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """A type of different items, divided by commas."""
+    """Make an argument type of distinct items, divided by commas."""
 
     def items(text):
         values = [item(part.strip()) for part in text.split(",")]
@@ -42,14 +42,14 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 
 def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
-    """The options' configuration of each mode; an option without effect ends the command."""
+    """Make each mode's configuration of the options; an option without effect ends the command."""
     configs = parse_modes(args.modes, stream_config(args))
     check_stream_options(args, configs)
     return configs
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
-    """Parse ``"resident,fused,fused/readers=1"``: each mode's text to ``base`` with its fields."""
+    """Parse ``"resident,fused,fused/readers=1"``: map each text to ``base`` with its fields."""
     base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
     for name in (part.strip() for part in text.split(",")):
         if name in configs:

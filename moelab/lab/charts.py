@@ -24,7 +24,7 @@ BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
 WIDTH = 880  # pixels of all panels together, about
 LABEL_CHARACTERS, NARROW_LABEL_CHARACTERS = 26, 15
 MOST_COLUMNS = 3
-COLORS = 6  # of ``style.COLORS``: whiskers are not seen on black, numbers not on yellow
+COLORS = 6  # of ``style.COLORS``: black would hide whiskers, yellow would hide numbers
 
 
 def bars(
@@ -43,8 +43,9 @@ def bars(
 ) -> go.Figure:
     """Draw a horizontal bar for each group of samples: its median, with quartiles as whiskers.
 
-    ``x`` is a column or an expression of columns. ``y`` and ``panel`` are columns with a bar and a
-    panel for each value; panels have scales of their own unless ``log``. ``ceilings`` are lines.
+    ``x`` is a column or an expression of columns. ``y`` and ``panel`` are columns: a bar for each
+    value of ``y``, a panel for each value of ``panel``. Panels have their own scales unless
+    ``log``. ``ceilings`` are limits, drawn as lines.
     """
     grouped = _grouped(samples, x, y, panel)
     names = _names(grouped)
@@ -201,7 +202,7 @@ def as_html(frame: DataFrame, form: str = "{:.3g}") -> str:
 
 
 def _grouped(samples, value, by, panel):
-    """``{panel: {group: samples}}`` of a column or an expression, without missing values."""
+    """Return ``{panel: {group: samples}}`` of a column or expression, without missing values."""
     alive = samples[~samples.killed] if "killed" in samples else samples
     kept = alive.assign(**{"": alive.eval(value)}).dropna(subset=[""])
     if kept.empty:
@@ -214,14 +215,14 @@ def _grouped(samples, value, by, panel):
 
 
 def _quartiles(groups):
-    """The lower quartiles, the medians and the upper quartiles of groups of samples."""
+    """Return the lower quartiles, medians and upper quartiles of groups of samples."""
     return np.array([np.percentile(s, (25, 50, 75)) for s in groups.values()]).T
 
 
 def _figure(samples, grouped, title, x, y, note, **layout):
     """Make an empty figure with the note and the machines that the table's headers name."""
     headers = samples.attrs.get("headers", [samples.attrs])
-    headers = [h for h in headers if "machine" in h] or headers  # arithmetic has no machine
+    headers = [h for h in headers if "machine" in h] or headers  # computed tables have no machine
     of_each = [h.get("settings") or {} for h in headers if h.get("machine") != ""]
     of_each = of_each or [headers[0].get("settings") or {}]
     settings = {k: v for k, v in of_each[0].items() if all(s.get(k) == v for s in of_each)}
@@ -240,7 +241,7 @@ def _figure(samples, grouped, title, x, y, note, **layout):
 
 
 def _series(points):
-    """The median at each x, in words; a single number if all medians are the same."""
+    """Write the median at each x in words; a single number if all medians are the same."""
     medians = [f"{np.median(p):.3g}" for p in points.values()]
     xs = [f"{x:g}" if isinstance(x, float) else x for x in points]
     if len(xs) > 1 and len(set(medians)) == 1:
@@ -257,13 +258,13 @@ def _told(label, words, between=", "):
 
 
 def _part(name, k, panel, place):
-    """The k-th part of stacked bars; the first panel brings its entry of the legend."""
+    """Style the k-th part of stacked bars; only the first panel's part is in the legend."""
     once = {"name": name, "legendgroup": name, "showlegend": panel == 0}
     return {"orientation": "h", "marker": style.fill(k)} | once | place
 
 
 def _names(grouped):
-    """The groups of all panels, in order."""
+    """Return the groups of all panels, in order."""
     return list(dict.fromkeys(name for groups in grouped.values() for name in groups))
 
 
@@ -277,7 +278,7 @@ def _number(value, digits=3):
 
 
 def _numbers(fig, ends, labels, texts, place):
-    """Writes a number right of where each bar or its whisker ends."""
+    """Write a number to the right of each bar or its whisker."""
     fig.add_scatter(
         x=ends,
         y=labels,
@@ -292,7 +293,7 @@ def _numbers(fig, ends, labels, texts, place):
 
 
 def _panels(fig, titles, names, axis, headroom=False):
-    """Lays out panels that share their labels, one column of them on a phone; returns places."""
+    """Lay out panels that share their labels, in one column on a phone; return their places."""
     titles = ["" if t is None else str(t) for t in titles]
     columns = len(titles) if len(titles) <= MOST_COLUMNS else 2
     labels = [_label(n) for n in names]
@@ -323,7 +324,7 @@ def _panels(fig, titles, names, axis, headroom=False):
 
 
 def _grid(fig, titles, columns, characters, plot):
-    """Divides a figure into panels, each ``plot`` pixels high, in so many columns."""
+    """Divide a figure into ``columns`` columns of panels, each ``plot`` pixels high."""
     heads = [style.wrap(t, characters) for t in titles]
     head = PANEL_TITLE * max(map(len, heads)) if any(titles) else 0
     rows = math.ceil(len(titles) / columns)

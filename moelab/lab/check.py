@@ -38,15 +38,16 @@ from .variants import Opened, Variant, resident_like
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
 MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
-MIN_COLD_BYTES_PER_S = 0.2e9  # slower: a network or a spinning disk
-MORE_RUNS = 4  # of a cold read that was too slow
-# Of the texts and the prompt of a file. No text but the first begins after MOST_S seconds.
+MIN_COLD_BYTES_PER_S = 0.2e9  # a network or a spinning disk is slower
+MORE_RUNS = 4  # repeats of a cold read that was too slow
+# For ``--json``: number of texts; each text's given, timed and warm-up tokens; the prompt's tokens;
+# seconds after which no further text begins.
 TEXTS, START, TOKENS, WARMUP, PROMPT, MOST_S = 10, 8, 24, 8, 400, 60
 FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
 
 def dispatch_cost() -> tuple[float, float]:
-    """Seconds of one small operation, in a chain that is evaluated at its end and by itself."""
+    """Time one small operation: in a chain that is evaluated at its end, and evaluated alone."""
 
     def timed(each):
         x, started = mx.zeros((1, 8)), time.perf_counter()
@@ -64,7 +65,7 @@ def dispatch_cost() -> tuple[float, float]:
 def findings(
     model: str | Path | None = None, settings: dict | None = None, rows: list | None = None
 ) -> Iterator[tuple[bool, str, str]]:
-    """Yield whether all is well, what was found, and else the remedy; fill in what is given."""
+    """Yield for each check (is well, finding, remedy); fill ``settings`` and ``rows`` if given."""
     c, settings = card(), settings if settings is not None else {}
     yield True, f"Python {c['python']} on {card_line(c)}", ""
     if c["device"] == "cpu":
@@ -74,7 +75,7 @@ def findings(
     of = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
     of += f", cgroup limit {limit / 2**30:.1f} GiB" if limit else ""
     yield (
-        # macOS compresses what others keep and do not use, and says itself when memory is short.
+        # macOS compresses unused memory of other programs, and reports when memory is short.
         free >= MIN_MEMORY_NBYTES or HERE.pressure() == 1,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
         f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
@@ -93,7 +94,7 @@ def findings(
 
     chained, evaluated = settings["dispatch_s"] = dispatch_cost()
     yield (
-        evaluated < 1e-3 or c["device"] == "gpu",  # a GPU that idled may take longer, too
+        evaluated < 1e-3 or c["device"] == "gpu",  # a GPU that was idle may take longer
         f"dispatch: one small operation {chained * 1e6:.0f} us in a chain, "
         f"{evaluated * 1e6:.0f} us evaluated by itself, with a {_load()}",
         "over 1 ms: the machine is busy, so timings will mean little; stop other work",
@@ -107,7 +108,7 @@ def _load():
 
 
 def _ssd(folder, lacks, settings):
-    """What the SSD reads of the largest model file, if one is large enough."""
+    """Measure how fast the SSD reads the largest model file, if it is large enough."""
     files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dead link, no FIFO
     path = max(files, key=lambda f: f.stat().st_size, default=None)
     if path is None or path.stat().st_size < 8 * READ_NBYTES:
@@ -117,7 +118,7 @@ def _ssd(folder, lacks, settings):
     cold, cold_4, warm, warm_4 = (
         read_speed(path, cold, n) / 1e9 for cold in (True, False) for n in (1, 4)
     )
-    for _ in range(MORE_RUNS):  # other work makes a run slower, nothing makes a disk faster
+    for _ in range(MORE_RUNS):  # other work only slows a run, so the fastest run counts
         if cold_4 * 1e9 < MIN_COLD_BYTES_PER_S:
             cold_4 = max(cold_4, read_speed(path, True, 4) / 1e9)
     settings["read_gb_per_s"] = {"cold": (cold, cold_4), "warm": (warm, warm_4), "dropped": how}
@@ -132,11 +133,11 @@ def _ssd(folder, lacks, settings):
 
 
 def _slots_of(model, settings, rows):
-    """Say which slots the commands would choose for a model, and the share of experts they hold."""
+    """Yield a model's findings: its plan, known blocks, a repack's gain and, with rows, texts."""
     tokenizer_of(model)
     try:
         p = plan(model, StreamConfig(lazy_logits=True))
-    except DoesNotFit as error:  # its last sentence says what to do
+    except DoesNotFit as error:  # the error's last sentence says what to do
         what, _, remedy = str(error).rstrip(".").rpartition(". ")
         yield False, what, remedy
         return
@@ -152,7 +153,7 @@ def _slots_of(model, settings, rows):
     yield True, f"{model.name}, {disk} on disk, of whose experts a token needs {token}: {p}", ""
     if p.slots < p.num_experts and (gain := cold_gain(p.facts, p.direct)):
         so = "a repack would hardly gain"
-        if gain.quartiles[0] > 1:  # more than chance
+        if gain.quartiles[0] > 1:  # the gain is more than chance
             so = f"`python -m moelab repack {shlex.quote(str(model))} OUT` writes such a copy"
         yield True, f"{model.name}: {gain}: {so}", ""
     if rows is not None:
@@ -160,10 +161,10 @@ def _slots_of(model, settings, rows):
 
 
 def _compared(model, p, rows):
-    """Decode streamed, and resident or, if that does not fit, with half of the slots."""
+    """Compare streamed texts with resident ones or, where not every expert fits, stacked ones."""
     few = max(p.top_k, p.slots // 2)
     ways = p.config, replace(p.config, mode="stacked", slots=few)
-    if p.slots == p.num_experts:  # such a model is streamed all the same, for the comparison
+    if p.slots == p.num_experts:  # every expert fits: stream the model with fewer slots
         ways = replace(p.config, slots=few), resident_like(p.config)
     bar = tqdm(total=2 * (1 + TEXTS), desc="decoding", unit=" texts", leave=False, disable=None)
     both = [list(_decoded(model, config, bar)) for config in ways]
@@ -185,11 +186,11 @@ def _compared(model, p, rows):
 
 
 def _decoded(path, config, bar):
-    """Yield a row for a prompt, read with no page of the files in memory, and for each text."""
+    """Yield a row for a prompt, read after the files' pages were dropped, then a row per text."""
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:
-        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # is in each installation
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # any installation has it
         prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
         drop_pages(path)
         started = time.perf_counter()
@@ -211,8 +212,8 @@ def _decoded(path, config, bar):
 
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
-    """Print a line for each finding; a file gets all as a record. Returns whether all is well."""
-    if model is not None:  # a draft or a model without experts is refused at once, with what it is
+    """Print each finding, write them to ``file`` as a record, and return whether all is well."""
+    if model is not None:  # refuses a draft or a model without experts at once
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}

@@ -1,15 +1,15 @@
-"""The claims of others that the lab settles: ``data/claims.json``; verdicts follow from records.
+"""Judge claims of others, which ``data/claims.json`` lists; the verdicts follow from records.
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
-``cannot``, why it cannot be tested here, or ``figures``: for each regime, by name, an expression
-over ``records.NAMES`` and its gate, ``least`` or ``most``, to be fixed before the run. It gives
-samples, whose median gets the interval of ``records.interval``, or one number, which was counted.
+``cannot``, why it cannot be tested here, or ``figures``. These have, for each regime by name, an
+expression over ``records.NAMES`` and a gate, ``least`` or ``most``, to be fixed before the run. The
+expression gives samples, whose median gets the interval of ``records.interval``, or one count.
 
-A regime confirms its claim if the whole interval keeps to the gate, refutes it if none of it does.
-It is open else, and if its record is missing or only a trial. A gate that asks whether there is an
-effect has an equivalence bound: an effect smaller than ``within`` (a ratio) is none, so an interval
-that stays short of it refutes, too. Decided regimes that agree decide the claim, whatever is open
-beside them; where they differ, it depends. A claim that no regime decides is open.
+A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
+Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
+there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
+none, so an interval below this bound refutes, too. Open regimes do not count: if the others agree,
+they decide the claim; if they differ, it depends. A claim whose regimes are all open is open.
 """
 
 import functools
@@ -72,7 +72,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """Say why in a line or two: a sentence of the file, then what decided and what is open."""
+        """Give reasons in a line or two: the file's sentence, then decided and open regimes."""
         if not self.figures:
             return self.claim["cannot"]
         verdict = self.verdict
@@ -144,7 +144,7 @@ def _says(sign, gate, within, ends):
 
 
 def scorecard(*ids: str) -> DataFrame:
-    """A table of claims (all without ``ids``) with their verdicts."""
+    """Tabulate claims with their verdicts: those of ``ids``, or all."""
     rows = [
         {"id": j.claim["id"], "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
         | {key: j.claim[key] for key in ("source", "notebook")}
@@ -154,7 +154,7 @@ def scorecard(*ids: str) -> DataFrame:
 
 
 def regimes(*ids: str) -> DataFrame:
-    """A table of what was measured of some claims, a row for each regime."""
+    """Tabulate the measured figures of claims, a row for each regime."""
     rows = [
         {"id": j.claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
         | {"says": f.says}
@@ -165,7 +165,7 @@ def regimes(*ids: str) -> DataFrame:
 
 
 def _named(ids):
-    """The claims of these ids, or all."""
+    """Return the claims of these ids, or all claims."""
     there = {claim["id"]: claim for claim in read()}
     if wrong := [i for i in ids if i not in there]:
         raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")

@@ -1,4 +1,4 @@
-"""Decoding against the clock, with a draft and without: the loops that every experiment times."""
+"""Time decoding, with a draft and without; every experiment uses these loops."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ from ..speculation.sampling import num_accepted as same_tokens  # noqa: F401 (of
 from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 
-BUILT_IN = ("lookup", "mtp", "self", "oracle")  # names of drafts that are no folder
-ACCEPT = 0.8  # share of right guesses of the draft ``oracle``; ``oracle:0.7`` has another
+BUILT_IN = ("lookup", "mtp", "self", "oracle")  # drafts that have a name and no folder
+ACCEPT = 0.8  # share of right guesses of the draft ``oracle``; ``oracle:0.7`` sets another share
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Decoded:
 
 
 def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:
-    """Read a prompt ``[1, n]`` but for its last token, in parts that memory has room for."""
+    """Prefill a prompt ``[1, n]`` except its last token, in parts that fit into memory."""
     before = ids[:, :-1]
     if before.shape[1]:
         for part in session_of(model).room.parts(before) if is_loaded(model) else [before]:
@@ -61,11 +61,11 @@ def decode(
 ) -> Decoded:
     """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
-    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``, but the
-    clock starts and stops with nothing scheduled, so that it times exactly ``tokens`` passes.
-    ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are made
-    with the clock stopped: ``before_prompt``, ``before_clock``, and ``before_token``, with which
-    each token is read before the next is scheduled.
+    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``. But when
+    the clock starts and stops, nothing is scheduled, so that it times exactly ``tokens`` passes.
+    ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are
+    functions called with the clock stopped: ``before_prompt``, ``before_clock``, ``before_token``.
+    With ``before_token`` each token is read before the next is scheduled.
     """
     cache, ids = make_prompt_cache(model), mx.array(prompt_ids)[None]
     fed, alone = None if feed is None else iter(feed), calls.get("before_token")
@@ -105,17 +105,17 @@ def decode_drafted(
     feed: Sequence[int] | None = None,
     **calls: Callable[[], Any] | None,
 ) -> Decoded:
-    """Decode as ``decode`` does, with a draft: the clock starts and stops between its rounds.
+    """Decode as ``decode`` does, with a draft: the clock starts and stops between rounds.
 
-    With ``feed`` the text goes on with its ids, and ``tokens`` are those that the target would have
-    chosen, as in ``decode``.
+    With ``feed`` the text continues with the ids of ``feed``. The returned tokens are then those
+    that the target would have chosen, as in ``decode``.
     """
-    chosen = {}  # by place; a refused draft's are chosen again
+    chosen = {}  # by place; places of rejected drafts are chosen again
 
     def fed(tokens, logits):
         i = tokens.size - len(prompt_ids)
         chosen[i] = mx.argmax(logits, axis=-1)
-        mx.async_eval(chosen[i])  # else it keeps the logits
+        mx.async_eval(chosen[i])  # unevaluated, it keeps the logits
         token = feed[min(i, len(feed) - 1)]
         return mx.where(mx.arange(logits.shape[-1]) == token, logits, -mx.inf)
 
@@ -145,7 +145,7 @@ def decode_drafted(
 def _timed(
     model, rounds, tokens, warmup, before_prompt=None, before_clock=None, before_token=None
 ) -> Decoded:
-    """Time rounds: each gives its tokens, and with a draft what it drafted."""
+    """Time rounds; each yields its tokens and, with a draft, the draft's counts."""
     out, step_s, told, first = [], [], [], None
     if ours := is_loaded(model):
         stats(model, reset=True)
@@ -172,7 +172,7 @@ def _timed(
             begin = time.perf_counter()
     counters = None
     if ours:
-        both = stats(model)  # a verify pass of many tokens counts as a prompt's
+        both = stats(model)  # a verify pass of many tokens counts as prefill
         counted = {k: v + getattr(both.prefill, k) for k, v in asdict(both.decode).items()}
         counters = Counters(**counted)
     return Decoded(
@@ -187,10 +187,10 @@ def _timed(
 
 
 class OracleDraft:
-    """A draft that knows the text and guesses right with probability ``accept``, as no real one.
+    """A draft that knows the text, and guesses each token right with probability ``accept``.
 
-    The guess for a place of the text is right or wrong whenever it is asked for, by the seed. After
-    a wrong one a round has only wrong ones. Wrong ones are tokens of other places.
+    The seed decides for each place of the text whether each guess for it is right. After a wrong
+    guess all guesses of the round are wrong. A wrong guess is the token of another place.
     """
 
     layer_ids = ()
@@ -217,7 +217,7 @@ class OracleDraft:
 
 
 def oracle_share(draft: str | Path) -> float | None:
-    """The share of right guesses of ``oracle`` or ``oracle:SHARE``; None for another draft."""
+    """Parse the share of right guesses of ``oracle`` or ``oracle:SHARE``; None for other drafts."""
     word, _, share = str(draft).partition(":")
     if word != "oracle":
         return None
@@ -230,7 +230,7 @@ def oracle_share(draft: str | Path) -> float | None:
 def open_any(
     draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
 ) -> Callable[..., Draft]:
-    """Return what makes a run's draft of its prompt, the text that follows it and a seed."""
+    """Return a function that makes a run's draft from its prompt, the text behind it and a seed."""
     if (accept := oracle_share(draft)) is not None:
         return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
     opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)

@@ -1,8 +1,8 @@
 """Run a command, or call a function in a new process, with less memory than the machine has.
 
-It takes the first strategy that works: a memory cgroup (version 2 or 1), or ``systemd-run --user``.
-Both limit the new process together with its page cache, and kill it when it needs more. Where
-neither works, ``NoLimit`` says why.
+The first strategy that works is used: a memory cgroup (version 2 or 1), or ``systemd-run --user``.
+Both limit the new process together with its page cache, and the kernel kills it when it needs more.
+Where neither works, ``NoLimit`` says why.
 
 A page that another process brought into the page cache is charged to that process and served for
 free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
@@ -28,7 +28,7 @@ from ..interrupts import undone
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 V1, V2 = "cgroup v1", "cgroup v2"
-FILES = {  # of a cgroup: its limit, and what forbids it to swap
+FILES = {  # of a cgroup: the file of its limit, and the file of its swap
     V1: ("memory.limit_in_bytes", "memory.swappiness"),
     V2: ("memory.max", "memory.swap.max"),
 }
@@ -52,7 +52,7 @@ class Limited:
     @property
     def killed(self) -> bool:
         """Whether it was killed, as the kernel kills a process that goes over its limit."""
-        return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # or as a shell says it
+        return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # or a shell's status
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Prepared:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def move(self, nbytes: int) -> None:
-        """Set the cgroup's limit; the kernel may kill a command that runs in it at once."""
+        """Set the cgroup's limit; the kernel may kill a command that already runs in the group."""
         (self.group / FILES[self.how][0]).write_text(str(nbytes))
 
 
@@ -97,7 +97,7 @@ def limited(nbytes: int | None = None) -> Iterator[Prepared]:
 
 
 def _prepare(nbytes):
-    """The first of the strategies that works."""
+    """Prepare a limit by the first strategy that works."""
     refused = []
     for name, strategy in (("cgroup", _cgroup), ("systemd-run", _systemd_run)):
         try:
@@ -111,10 +111,10 @@ def _prepare(nbytes):
 
 
 def call(function: Callable, *args, what: str, nbytes: int | None = None) -> tuple[Any, Limited]:
-    """Call a function in a new process with a memory limit: its result, and how the process ended.
+    """Call a function in a new process with a memory limit; return its result and a ``Limited``.
 
-    The result is None if it was killed for its memory. The function, at the top of a module or
-    script, takes and returns what JSON can hold; a dataclass arrives as a dict.
+    The result is None if the process was killed for its memory. The function stands at the top of
+    a module or script. Arguments and result must fit into JSON; a dataclass arrives as a dict.
     """
     module = function.__module__
     if module == "__main__":  # the new process imports the script by its file's name
@@ -131,10 +131,10 @@ def call(function: Callable, *args, what: str, nbytes: int | None = None) -> tup
 
 
 def lower(nbytes: int) -> None:
-    """Set the limit of this process, which ``call`` started with one, anew.
+    """Change the memory limit of this process, which ``call`` started with a limit.
 
-    The kernel kills the process if it cannot take back what is over the limit. Version 1 of cgroups
-    refuses such a limit instead, so the process then kills itself.
+    The kernel kills the process if it cannot take back the memory over the limit. Version 1 of
+    cgroups refuses such a limit instead, so the process then kills itself.
     """
     try:
         Prepared((), *_own_cgroup()[1:]).move(nbytes)
@@ -145,7 +145,7 @@ def lower(nbytes: int) -> None:
 
 
 def main(function: str, arguments: str) -> None:
-    """Run, for ``call``, a function ``module:name`` and print in JSON what it returns."""
+    """Run a function ``module:name`` for ``call`` and print its result as JSON."""
     try:
         print(json.dumps(pkgutil.resolve_name(function)(*json.loads(arguments))))
     except (ValueError, OSError) as error:  # the calling process reports it
@@ -158,7 +158,7 @@ def _cgroup(nbytes):
         top, own, how = _own_cgroup()
     except OSError:
         raise OSError("this system has no cgroups") from None
-    # In version 2 a group that has processes cannot limit its children: take the nearest above.
+    # In version 2 a group with processes cannot limit its children: take the nearest one above it.
     above = [g for g in (own, *own.parents) if g.is_relative_to(top) and _limits_children(g)]
     whys = []
     for parent in [own] if how == V1 else above:
@@ -168,7 +168,7 @@ def _cgroup(nbytes):
             group.mkdir()
             prepared.move(nbytes)
             swap = group / FILES[how][1]
-            if swap.exists():  # without swap there is no file, and nothing to forbid
+            if swap.exists():  # a kernel without swap has no such file
                 swap.write_text("0")
             subprocess.run(["true"], check=True, preexec_fn=prepared.before_exec)
             return prepared
@@ -179,14 +179,14 @@ def _cgroup(nbytes):
 
 
 def _own_cgroup():
-    """The root of cgroups that limit memory, this process's own cgroup, and their version."""
+    """Return the root of memory's cgroups, this process's own cgroup, and their version."""
     groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
     how, name, top = (V1, "memory", CGROUPS / "memory") if "memory" in groups else (V2, "", CGROUPS)
     return top, top / groups.get(name, "/").lstrip("/"), how
 
 
 def _limits_children(group):
-    """Whether a group of version 2 hands the memory controller on."""
+    """Whether a group of version 2 gives its children the memory controller."""
     try:
         return "memory" in (group / "cgroup.subtree_control").read_text().split()
     except OSError:
@@ -205,9 +205,9 @@ def _remove(group):
 
 
 def _systemd_run(nbytes):
-    """The words that start a command in a scope of the user's systemd session."""
+    """Prepare a limit by a scope of the user's systemd session."""
     prefix = (*SYSTEMD_RUN, "-p", f"MemoryMax={nbytes}", "-p", "MemorySwapMax=0")
-    # A session without the memory controller makes the scope, which then limits nothing.
+    # A session without the memory controller makes the scope, but the scope limits nothing.
     path = f'{CGROUPS}"$(sed -n s/^0:://p {OWN_CGROUPS})"/memory.max'
     words = [*prefix, "sh", "-c", f"cat {path}"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=20)

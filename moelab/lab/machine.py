@@ -1,4 +1,4 @@
-"""What this machine is, in every figure and every record, and how fast it reads a file."""
+"""Describe this machine for figures and records, and measure how fast it reads a file."""
 
 import functools
 import importlib.metadata
@@ -28,14 +28,14 @@ READ_NBYTES = 1 << 20  # about one expert of a large model
 
 
 def _cpu_name() -> str:
-    """The processor's name from the system, or from LLVM where the system has none."""
+    """Return the processor's name from the system, or from LLVM where the system has none."""
     kind = code.llvm.get_host_cpu_name() if code.llvm else ""
     return HERE.cpu_name() or f"{platform.machine()} {kind}".strip()
 
 
 @functools.lru_cache
 def card() -> dict[str, Any]:
-    """This machine and its versions, for a figure's subtitle and for a record."""
+    """Describe this machine and its versions, for a figure's subtitle and for a record."""
     gpu = mx.device_info().get("device_name", "GPU") if mx.default_device() == mx.gpu else None
     total, limit = psutil.virtual_memory().total, memory_limit()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -70,7 +70,7 @@ def read_speed(
     count: int = 128,
     direct: bool = False,
 ) -> float:
-    """Bytes per second of random reads of a file, each of another place; ``cold`` drops its pages.
+    """Measure random reads of a file in bytes per second; ``cold`` first drops the file's pages.
 
     ``direct`` reads past the page cache, whose own work can take longer than the disk;
     ``nbytes`` must then be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
@@ -99,7 +99,7 @@ def read_speed(
 
 
 def cold_gain(facts: ModelFacts, direct: bool) -> Gain | None:
-    """``measure_gain`` where no expert is in memory; ``direct`` as in ``Reader``."""
+    """Call ``measure_gain`` with no expert in memory; ``direct`` is as in ``Reader``."""
     for file in {file for t in facts.located.values() for file in t.files} if not direct else ():
         drop_pages(file)
     with closing(Reader(direct=direct)) as reader:

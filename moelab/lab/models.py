@@ -1,4 +1,4 @@
-"""Model folders, and the plans of models that are not there."""
+"""Find model folders, and plan models, also ones that are not on this disk."""
 
 import functools
 from dataclasses import replace
@@ -17,12 +17,12 @@ CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # as the comma
 
 
 def planned(path: str | Path, memory_nbytes: float = MOST_NBYTES) -> Plan:
-    """The plan of a folder in memory for its process and page cache."""
+    """Plan a folder's model in the memory of its process and page cache."""
     return plan(path, CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
 
 
 def named(name: str, most: Most | None = None, bits: int = BITS, top_k: int | None = None) -> Plan:
-    """The plan of a published model within ``most`` (None: no limit), by its configuration."""
+    """Plan a published model by its configuration, within ``most`` (None: no limit)."""
     config = replace(CONFIG, memory_nbytes=MOST_NBYTES)
     found = plan_of(_facts(one_of(CONFIGS, name), bits), config, most=most)
     return replace(found, facts=replace(found.facts, top_k=top_k or found.top_k))
@@ -30,14 +30,14 @@ def named(name: str, most: Most | None = None, bits: int = BITS, top_k: int | No
 
 @functools.cache
 def _facts(name, bits):
-    """The facts of a published model, from headers as its checkpoint would have them."""
+    """Return a published model's facts, from the headers that its checkpoint would have."""
     with temporary_folder() as path:
         write_headers(path, CONFIGS[name], bits)
         return ModelFacts.of(path, CONFIG)
 
 
 def settings_of(plan: Plan) -> dict[str, int]:
-    """What a record keeps of a plan."""
+    """Return what a record keeps of a plan."""
     facts, (L, K, E) = plan.facts, plan.facts.shape
     return {
         "checkpoint_nbytes": facts.checkpoint_nbytes,
@@ -49,7 +49,7 @@ def settings_of(plan: Plan) -> dict[str, int]:
 
 
 def recorded(settings: dict) -> Plan:
-    """The plan that a record keeps, of a model whose every layer has the same experts."""
+    """Rebuild the plan that a record keeps, of a model whose layers have equally many experts."""
     L, E, K = (settings[name] for name in "LEK")
     facts = ModelFacts(
         experts=dict.fromkeys(map(str, range(L)), E),

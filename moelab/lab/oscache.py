@@ -7,10 +7,10 @@ from ..system import HERE
 
 
 def drop_pages(path: str | Path) -> str:
-    """Drop a file, or a model folder's tensors, as far as this system allows without root.
+    """Drop the pages of a file, or of a folder's tensor files, as far as possible without root.
 
-    Returns how, for the record of a measurement that calls itself cold. On Linux pages that have
-    not been written to the disk yet stay.
+    Returns how, for the record of a cold measurement. On Linux, pages that are not yet written to
+    the disk stay.
     """
     how = "no file"
     for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else [path]:

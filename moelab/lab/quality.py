@@ -16,14 +16,14 @@ class Windows:
     """Pieces of text to predict: each starts where the one before it in its file ended."""
 
     ids: np.ndarray  # ``[N, T + 1]``; the first id of a row is only read, the others predicted
-    counts: np.ndarray  # ``[N]`` ids of each row that are predicted; the rest is padding
-    nbytes: np.ndarray  # ``[N]`` bytes of the text that they stand for
+    counts: np.ndarray  # ``[N]`` how many ids of each row are predicted; the rest is padding
+    nbytes: np.ndarray  # ``[N]`` bytes of the text of these ids
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, rows) -> "Windows":
-        """Some of the windows, by a slice or an array of row numbers, padded to their longest."""
+        """Select windows by a slice or an array of row numbers, padded to the longest of them."""
         counts = self.counts[rows]
         return Windows(self.ids[rows][:, : counts.max(initial=0) + 1], counts, self.nbytes[rows])
 
@@ -49,7 +49,7 @@ def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Wi
 
 
 def score(model, some: Windows, batch: int = 4) -> np.ndarray:
-    """The bits ``[N]`` that a model needs for every window, ``batch`` windows in one call."""
+    """Return the bits ``[N]`` that a model needs for every window, ``batch`` windows in a call."""
     bits = []
     for i in range(0, len(some), batch):
         part = some[i : i + batch]

@@ -1,4 +1,4 @@
-"""A function called in several ranks on this machine: over MLX's ring, or over NCCL."""
+"""Call a function in several ranks on this machine, over MLX's ring or over NCCL."""
 
 import json
 import os
@@ -23,8 +23,8 @@ TIMEOUT_S = 300  # seconds that ranks may take
 
 
 def hosts(n: int) -> list[list[str]]:
-    """The addresses of a ring of n ranks on this machine: ports in a row that are free now."""
-    while True:  # below the ports that the system gives to programs that ask for any
+    """Find addresses for a ring of n ranks on this machine: ports in a row that are free now."""
+    while True:  # ports below those that the system gives to programs that ask for any port
         ports = range(first := random.randrange(10_000, 32_000), first + n)
         with ExitStack() as sockets, suppress(OSError):
             for port in ports:
@@ -33,7 +33,7 @@ def hosts(n: int) -> list[list[str]]:
 
 
 def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, str]]:
-    """The environment of each of n ranks, as in ``mlx.launch``; ``folder`` gets the hostfile."""
+    """Make each rank's environment, as ``mlx.launch`` does; ``folder`` gets the hostfile."""
     addresses = hosts(n)
     if backend == "nccl":
         host, port = addresses[0][0].split(":")
@@ -43,7 +43,7 @@ def environments(n: int, folder: Path, backend: str = "ring") -> list[dict[str, 
         file = folder / f"hosts-{n}.json"
         file.write_text(json.dumps(addresses))
         shared, own = {"MLX_HOSTFILE": str(file)}, [{} for _ in range(n)]
-    if n == 1:  # MLX takes no ring of one
+    if n == 1:  # MLX takes no ring of one rank
         return own
     return [{**shared, "MLX_RANK": str(rank), **mine} for rank, mine in enumerate(own)]
 
@@ -53,8 +53,8 @@ def everywhere(
 ) -> list[Any]:
     """Call a function in each of n ranks, in processes of their own, and return their results.
 
-    It takes the group (None in one rank) and ``args``; these and results must fit into JSON. On the
-    ring a rank is pinned to a CPU core where the system can do that; with NCCL it has a GPU.
+    The function takes the group (None if n is 1) and ``args``. ``args`` and results must fit into
+    JSON. On the ring a rank is pinned to a CPU core if the system can; with NCCL a rank has a GPU.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     named = json.dumps((f"{function.__module__}:{function.__name__}", backend, *args))
@@ -73,7 +73,7 @@ def everywhere(
 
 
 def in_rank(function: str, backend: str, *args: Any) -> Any:
-    """Run, for ``everywhere``, its function in this rank."""
+    """Run the function of ``everywhere`` in this rank."""
     if backend == "ring":
         mx.set_default_device(mx.cpu)
     return pkgutil.resolve_name(function)(joined(), *args)

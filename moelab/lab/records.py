@@ -1,10 +1,10 @@
-"""Records: what a measurement keeps as JSON, read back as a table, and published figures.
+"""Records: measurements that are kept as JSON and read as tables; also published figures.
 
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
-load, settings) and flat ``rows``, one a sample. ``interleave`` measures one, ``read`` gives it as a
-table, ``group`` and ``ratios`` say what follows, ``together`` puts several into one table, ``save``
-writes it. A record with ``trial`` in its header is read but decides no claim. The headers of
-``data/results`` say what each shows and what makes it: ``data/recipes/records.py`` does.
+load, settings) and flat ``rows``, one a sample. ``interleave`` measures a record, ``read`` reads it
+as a table, ``group`` and ``ratios`` summarize a table, ``together`` joins several, ``save`` writes
+one as a record. A record with ``trial`` in its header is read but decides no claim. Each header of
+``data/results`` says what the record shows and how ``data/recipes/records.py`` makes it.
 """
 
 import functools
@@ -36,10 +36,10 @@ from .machine import card
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# What sources say of their own runs, not checked by us; tok/s unless the name says otherwise.
+# Figures that sources publish of their own runs, unchecked; tok/s unless the name says otherwise.
 SOURCES = DATA / "sources.json"
 PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moelab has no data
-COMPUTED = {  # columns that ``table`` computes where rows have the others
+COMPUTED = {  # columns that ``table`` computes where rows have the columns of the expression
     "token_s": "decode_s / decode_tokens",
     "tok_s": "decode_tokens / decode_s",
     "hit_rate": "hits / (hits + misses)",
@@ -61,7 +61,7 @@ def pandas() -> ModuleType:
 
 
 def table(record: dict[str, Any]) -> "DataFrame":
-    """A record as a table: a row a sample, the header in ``attrs``, ``COMPUTED`` columns added."""
+    """Turn a record into a table: a row a sample, the header in ``attrs``, ``COMPUTED`` added."""
     out = pandas().DataFrame(record["rows"])
     out["killed"] = out.killed.eq(True) if "killed" in out else False
     for name, expression in COMPUTED.items():
@@ -72,7 +72,7 @@ def table(record: dict[str, Any]) -> "DataFrame":
 
 
 def computed(rows: "list[dict[str, Any]] | DataFrame", source: str = "") -> "DataFrame":
-    """A table of what was computed or published; charts name its source and no machine."""
+    """Make a table of computed or published rows; charts name its source and no machine."""
     return table({"record": source, "machine": "", "settings": {"model": source}, "rows": rows})
 
 
@@ -89,9 +89,9 @@ def as_json(samples: "DataFrame") -> dict[str, Any]:
 
 
 def read(name: str, disturbed: bool = False) -> "DataFrame":
-    """Read a record, of ``data/results/NAME.json`` or a path, as a table.
+    """Read a record as a table; ``name`` is that of ``data/results/NAME.json``, or a path.
 
-    A run that was disturbed or cut off is refused unless ``disturbed``, but a ``trial`` is taken.
+    A disturbed or cut-off run is refused unless ``disturbed`` is true or its header has ``trial``.
     """
     path = Path(name) if name.endswith(".json") else shipped("results", f"{name}.json")
     if not path.is_file():
@@ -130,21 +130,21 @@ def values(samples: "DataFrame", variant: str, column: str) -> "Series":
 
 
 def summary(samples: Sequence[float]) -> dict[str, float]:
-    """The median, the quartiles and the number of some samples."""
+    """Compute the median, the quartiles and the number of some samples."""
     p25, median, p75 = (float(q) for q in np.percentile(samples, (25, 50, 75)))
     return {"median": median, "p25": p25, "p75": p75, "n": len(samples)}
 
 
 def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant") -> "DataFrame":
-    """``median``, ``p25``, ``p75`` and ``n`` of a column's samples, a row for each group."""
+    """Compute ``median``, ``p25``, ``p75`` and ``n`` of a column's samples, one row a group."""
     groups = samples.dropna(subset=[column]).groupby(by, sort=False)[column]
     return pandas().DataFrame({key: summary(part) for key, part in groups}).T
 
 
 def paired(samples: "DataFrame", over: str, under: str, column: str | None = None) -> "Series":
-    """A column of one variant over that of another, by round, so that drift cancels.
+    """Divide one variant's column by another variant's, round by round, so that drift cancels.
 
-    Rounds are those that both have; without ``column``, seconds of a token or ``seconds``.
+    Only rounds that both variants have count. Default column: ``token_s``, or else ``seconds``.
     """
     column = column or _seconds(samples)
     return (values(samples, over, column) / values(samples, under, column)).dropna()
@@ -155,7 +155,7 @@ def _seconds(samples):
 
 
 def ratios(samples: "DataFrame", over: str) -> "DataFrame":
-    """Compare one variant with each other one: quartiles and interval of their ratios by round."""
+    """Divide one variant by every variant, by round: quartiles and interval of the ratios."""
     rows = {}
     for name in dict.fromkeys(samples.variant):
         if len(found := paired(samples, over, name)):
@@ -164,7 +164,7 @@ def ratios(samples: "DataFrame", over: str) -> "DataFrame":
 
 
 def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
-    """The samples with a column ``ratio``: one variant's column over the row's own, by round."""
+    """Add a column ``ratio``: one variant's column over the row's same column, by round."""
     column = column or _seconds(samples)
     ratio = samples["round"].map(values(samples, over, column)) / samples[column]
     return samples.assign(ratio=ratio)
@@ -182,13 +182,14 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:
-    """An interval of the median: the sign test's, from one of the sorted samples to another.
+    """Compute the sign test's interval of the median, from one of the sorted samples to another.
 
-    It holds for any distribution, and its ``confidence`` is exact: below ``CONFIDENCE`` where even
+    It holds for any distribution. Its ``confidence`` is exact, and below ``CONFIDENCE`` where even
     the smallest and the largest sample give less. A bootstrap of five rounds claims too much.
     """
     ordered, n = sorted(samples), len(samples)
-    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # outside k-th to n-k-th
+    # Entry k: the chance that the median lies outside ``ordered[k]`` to ``ordered[-1 - k]``.
+    outside = 2 * np.cumsum([math.comb(n, k) / 2**n for k in range(n)])
     k = max(0, int((outside <= 1 - CONFIDENCE).sum()) - 1)
     return {"low": ordered[k], "high": ordered[-1 - k], "confidence": max(0.0, 1 - outside[k])}
 
@@ -215,11 +216,11 @@ def interleave(
 ) -> "DataFrame":
     """Run every variant once a round, in a new random order every round.
 
-    A machine that becomes slower or faster then does so for all variants alike. A variant gets the
-    round's number (below 0 if it is not kept) and returns the columns of its row, a float for
-    ``seconds``, or None to be timed; it must evaluate what it computes. ``each_round`` gives
-    columns for all rows of a round, ``keep`` gets the table after each. A variant whose row says
-    ``killed`` is not run again.
+    So a machine that becomes slower or faster does so for all variants alike. A variant gets the
+    round's number (below 0: the row is not kept). It returns the columns of its row, or a float for
+    ``seconds``, or None to be timed, and must evaluate what it computes. ``each_round`` returns
+    columns for all rows of a round; ``keep`` gets the table after each round. A variant whose row
+    says ``killed`` is not run again.
     """
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
@@ -255,7 +256,7 @@ def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, 
 
 
 class Running:
-    """The header of a run in progress: what made it, where, and what else the machine did."""
+    """The header of a run in progress: its command, commit, machine, settings and load."""
 
     def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
         if tabled:
@@ -275,10 +276,10 @@ class Running:
         return table(self.record(rows, **more))
 
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """The record of the samples until now, with the load until now.
+        """Return the record of the samples so far, with the load so far.
 
         ``load`` has the averages before the run, the cores that other processes used during it, and
-        whether that disturbed the run: columns of seconds can be disturbed, counts cannot.
+        whether these disturbed the run: seconds can be disturbed, counts cannot.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others = max(0.0, (_others_s() - self.others_s) / took_s)
@@ -292,7 +293,7 @@ class Running:
 
 
 def _others_s():
-    """Seconds of processor time that other processes used since the machine started."""
+    """Return the CPU seconds that other processes used since the machine started."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -301,7 +302,7 @@ def _others_s():
 
 @functools.cache
 def _commit():
-    """The commit and whether all files but records are unchanged; empty outside a repository."""
+    """Return the commit and whether files other than records are unchanged; {} outside a clone."""
     here = Path(__file__)
 
     def git(words):
@@ -349,4 +350,4 @@ def _plain(value):
     return value.item() if isinstance(value, (np.integer, np.floating)) else str(value)
 
 
-NAMES = {"read": read, "group": group, "of": values, "ratio": paired}  # of claims' expressions
+NAMES = {"read": read, "group": group, "of": values, "ratio": paired}  # for claims' expressions

@@ -25,7 +25,7 @@ PROMPTS = (
 
 
 def heldout_files(folder: str | Path) -> dict[str, str]:
-    """The texts of a folder (as a rule ``MODEL/heldout``) by file name, in the order of names."""
+    """Read a folder's texts (as a rule ``MODEL/heldout``) by file name, in the order of names."""
     files = sorted(p for p in Path(folder).glob("*") if p.suffix in (".py", ".md", ".txt"))
     if not files:
         raise FileNotFoundError(
@@ -36,7 +36,7 @@ def heldout_files(folder: str | Path) -> dict[str, str]:
 
 
 def heldout_code(model: str | Path) -> dict[str, str]:
-    """The Python files among a model's held-out texts, by name."""
+    """Read the Python files among a model's held-out texts, by name."""
     texts = heldout_files(Path(model) / "heldout")
     return {name: text for name, text in texts.items() if name.endswith(".py")}
 
@@ -44,7 +44,7 @@ def heldout_code(model: str | Path) -> dict[str, str]:
 def heldout_starts(
     model: str | Path, num: int, tokens: int, tokenizer: "TokenizerWrapper"
 ) -> list[str]:
-    """Prompts of so many tokens from the held-out Python files, 400 characters apart."""
+    """Cut ``num`` prompts of ``tokens`` tokens from held-out Python files, 400 characters apart."""
     files, prompts = list(heldout_code(model).values()), []
     for i in range(num):
         text = files[i % len(files)][400 * (1 + i // len(files)) :]
@@ -53,7 +53,7 @@ def heldout_starts(
 
 
 def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[list[int]]:
-    """Token ids of prompts from tiny-moe's held-out code, one a round, of the lengths in turn."""
+    """Encode prompts of tiny-moe's held-out code, one a round; the lengths take turns."""
     from mlx_lm.utils import load_tokenizer
 
     tokenizer = load_tokenizer(Path(model))
@@ -66,7 +66,7 @@ def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[
 
 
 def prose_spans(text: str) -> list[tuple[int, int]]:
-    """The character ranges of a Python source's triple-quoted strings, nearly all of them prose."""
+    """Find the character ranges of triple-quoted strings in Python; nearly all are prose."""
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
@@ -79,7 +79,7 @@ def prose_spans(text: str) -> list[tuple[int, int]]:
 
 
 def heldout_prompts(model: str | Path, kind: str, length: int) -> list[list[int]]:
-    """Ids of ``code`` or ``prose`` prompts, four of each held-out file; all end within a line."""
+    """Cut ``code`` or ``prose`` prompts, four a held-out file, that end within a line, as ids."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -95,7 +95,7 @@ def heldout_prompts(model: str | Path, kind: str, length: int) -> list[list[int]
 
 
 def spaced_prompts(path: str | Path, kind: str, length: int, num: int) -> list[list[int]]:
-    """The token ids of ``num`` held-out prompts, evenly spaced over all files."""
+    """Return the token ids of ``num`` held-out prompts, evenly spaced over all files."""
     every = heldout_prompts(path, kind, length)
     return every[:: max(1, len(every) // num)][:num]
 
@@ -107,6 +107,6 @@ def _may_end(text, at, kind, spans):
         return False
     j = bisect.bisect_right(spans, (at, len(text))) - 1
     if kind == "prose":
-        # So far inside a docstring that the model must go on in prose.
+        # The prompt ends so deep in a docstring that the model must go on in prose.
         return j >= 0 and spans[j][0] + 40 <= at <= spans[j][1] - 80
     return (j < 0 or at >= spans[j][1]) and "#" not in line

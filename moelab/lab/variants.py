@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The columns that tell this variant's rows apart, without those it has no use for."""
+        """The columns that tell this variant's rows apart, without those that do not apply."""
         drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
         config, cache = self.config, {}
         if config.mode in SLOT_MODES:
@@ -81,7 +81,7 @@ def crossed(
 ) -> dict[str, Variant]:
     """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
 
-    They have names. With a draft, or several, each way is also there without; with a limit,
+    Keys are their names. With drafts, each combination is also there without a draft; with a limit,
     ``RESIDENT`` comes first. Modes without slots read only through the page cache.
     """
     given = [draft] if isinstance(draft, str) else draft or []
@@ -107,7 +107,7 @@ def crossed(
 
 
 def resolved(variants):
-    """The variants with the kernels that ``auto`` stands for, the same in all of them."""
+    """Replace kernels ``auto`` by those it stands for, which must be the same in all variants."""
     given = {name: v.config for name, v in variants.items()}
     made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
     by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
@@ -134,7 +134,7 @@ class Opened:
         self.predicted_nbytes = footprint(self.path, session_of(self.model).config).total_nbytes
 
     def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
-        """The columns of a run."""
+        """Run once; return the row's columns."""
         model, variant, disk = self.model, self.variant, []
         drop = partial(oscache.drop_pages, self.path) if variant.cold != "no" else None
         if feed:
@@ -147,7 +147,7 @@ class Opened:
             with record(model) as trace:
                 decode(model, ids, **amount, feed=fed)
             session_of(model).prefetcher.set_trace(trace)
-            if drop or variant.limit_nbytes:  # the pages that it read
+            if drop or variant.limit_nbytes:  # pages that this decoding read
                 oscache.drop_pages(self.path)
 
         def before_clock():
@@ -159,7 +159,7 @@ class Opened:
         run = partial(decode, feed=fed, before_token=drop if variant.cold == "token" else None)
         if self.make_draft:
             text = fed or []
-            if fed is None and oracle_share(variant.draft) is not None:  # it needs the text
+            if fed is None and oracle_share(variant.draft) is not None:  # an oracle needs the text
                 mx.random.seed(seed)
                 text = decode(model, ids, **sampled).tokens
             draft = self.make_draft(ids, text, seed)
@@ -172,7 +172,7 @@ class Opened:
         plan, row = session_of(model).plan, vars(ran) | asdict(ran.counters)
         del row["counters"], row["rounds"]
         row |= {
-            "tokens": ran.tokens,  # the counters have as many as were decoded
+            "tokens": ran.tokens,  # in place of the counters' number of tokens
             "prompt_tokens": len(ids),
             "held_nbytes": self.nbytes,
             **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),
@@ -196,9 +196,9 @@ class Opened:
 
 
 def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
-    """The prompt of a trace's file, and the ``num`` tokens that follow it.
+    """Read the prompt of a trace's file, and the ``num`` tokens that follow it.
 
-    ``FILE:N`` is a file of whose prompt only the last N tokens are read.
+    For ``FILE:N`` the prompt is only its last N tokens.
     """
     file, _, last = str(feed).rpartition(":")
     file, last = (file, int(last)) if file and last.isdigit() else (feed, 0)

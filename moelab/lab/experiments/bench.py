@@ -51,11 +51,12 @@ def measure(
 ) -> "DataFrame":
     """Decode the same prompts in every mode, in rounds of random order.
 
-    Where a variant has a memory limit, each run of each variant has a process of its own, whose
-    page cache is empty, and a variant that was killed is not run again. Else a first round is not
-    kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's file, its prompt and
-    tokens are read instead. If all models together take less than half of the memory, each is
-    loaded once and kept. ``on_round`` gets the table after each round. A row is a run.
+    If any variant has a memory limit, each run of each variant has a process of its own, a limited
+    one after the file's pages are dropped, and a killed variant is not run again. Without limits a
+    first round is not kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's
+    file, the trace's prompt and tokens are read instead. If all models together take less than half
+    of the memory, each is loaded once and kept. ``on_round`` gets the table after each round. A row
+    is a run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes
@@ -122,7 +123,7 @@ def measure(
 
 
 def _as_dict(variant):
-    """A variant as a header's dict: its config's fields, and its own that are not defaults."""
+    """Write a variant as a dict: its config's fields, and its own fields that are not defaults."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
     default = Variant(own.pop("config"))
     set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
@@ -132,7 +133,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # pages that others read would be free
+        oscache.drop_pages(folder(variant.path or path))  # others' pages would not count
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -142,7 +143,7 @@ def _sample_alone(path, name, variant, *text):
 
 
 def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
-    """The columns of one run, for ``limit.call``; the peak includes what loading held at most."""
+    """Return the columns of one run, for ``limit.call``; the peak includes the peak of loading."""
     config = variant.pop("config")
     config = (Evicting if "policy" in config else StreamConfig)(**config)
     opened = Opened(folder(path), Variant(config, **variant))
@@ -153,7 +154,7 @@ def in_own_process(path: str, variant: dict, *text: Any) -> dict[str, Any]:
 
 
 def disk_speed(path: str | Path) -> float:
-    """Bytes per second of the disk: cold reads of the largest file, past the page cache."""
+    """Measure the disk's bytes per second: cold reads of the largest file, past the page cache."""
     file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(1 << 20, file.stat().st_size // 32))
     nbytes -= nbytes % native.ALIGNED
@@ -260,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_resident(samples):
-    """Whether every mode that was asked for all experts decoded the resident model's tokens.
+    """Whether every mode with the model's own top-k decoded the resident model's tokens.
 
     On a GPU other tokens are no error: half precision rounds differently there when a prompt's
     experts are grouped differently.

@@ -42,7 +42,7 @@ HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
-    """Measure the costs that a replay needs, without pandas; stderr says so if others were busy."""
+    """Measure a replay's costs, without pandas; say on stderr if other programs were busy."""
     record = samples_of(path, tokens=tokens)
     load = record["load"]
     if load["disturbed"]:
@@ -55,10 +55,10 @@ def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
 
 
 def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> dict:
-    """Time reads, tokens and one expert's arithmetic: the record of it.
+    """Time reads, tokens and one expert's arithmetic, and return the record.
 
-    A token with as many misses as there can be shows, beside its reads and its arithmetic alone,
-    how much of the reads the arithmetic hides. A terminal shows the samples as they come.
+    Tokens with as many misses as possible are compared with their reads alone and their arithmetic
+    alone: so much of the reads does the arithmetic hide. A terminal shows a progress bar.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -70,7 +70,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
         )
     settings = {"model": Path(path).name, **settings_of(planned(path)), "K": K, "samples": tokens}
     running, rng = records.Running("costs", settings, tabled=False), np.random.default_rng(0)
-    most, rows, models = min(K, E - K), [], {}  # misses in a layer, token after token
+    most, rows, models = min(K, E - K), [], {}  # most: misses in a layer of each token
 
     def made(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)
@@ -107,7 +107,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
 
 
 def costs_of(samples: "DataFrame | dict") -> Costs:
-    """Costs from ``samples_of``: medians, and a straight line through each source's reads."""
+    """Compute costs from ``samples_of``: medians, and a line through each source's reads."""
     record = samples if isinstance(samples, dict) else records.as_json(samples)
     given, seconds = record["settings"], {}
     L, K, nbytes = given["L"], given["K"], given["expert_nbytes"]
@@ -117,7 +117,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
     medians = {key: np.median(found) for key, found in seconds.items()}
 
     def by_misses(what, variant):
-        """Numbers of misses, in order, and the seconds of each."""
+        """Return the numbers of misses, sorted, and the seconds of each."""
         found = sorted((key[2], s) for key, s in medians.items() if key[:2] == (what, variant))
         return np.array(found, float).reshape(-1, 2).T
 
@@ -129,8 +129,8 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         return _line(misses * nbytes, reads)
 
     def beside(variant):
-        """Seconds of a byte and of a call, and the hidden share of the shorter of reads and
-        arithmetic. Where a token takes longer than both apart, its bytes take so much longer."""
+        """Return seconds of a byte, of a call, and the hidden share of the shorter of reads and
+        arithmetic. If a token takes longer than both in turn, its bytes take so much longer."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L
@@ -156,7 +156,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
 
 
 def _line(nbytes, seconds):
-    """Seconds per byte and per call, by least squares of relative errors; neither is negative."""
+    """Fit seconds per byte and per call by least squares of relative errors; none is negative."""
     if len(nbytes) > 1:
         slope, call_s = np.polyfit(nbytes, seconds, 1, w=1 / seconds)
         if slope >= 0 and call_s >= 0:
@@ -165,18 +165,18 @@ def _line(nbytes, seconds):
 
 
 def rows_with_misses(misses, num, L, E, K, rng):
-    """Tokens ``[T, L, K]`` that each miss so many experts in K slots; T is at most ``num``."""
+    """Make tokens ``[T, L, K]``, T up to ``num``, that each miss ``misses`` experts in K slots."""
     num = min(num, max(2, (E - K) // misses + 1))
     order = rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1)
-    # A window over each layer's experts moves by ``misses``: slots hold exactly the last token's.
+    # A window of K experts moves by ``misses``: the slots hold exactly the last token's experts.
     places = (np.arange(num)[:, None] * misses + np.arange(K)) % E
     return order[:, places].transpose(1, 0, 2)
 
 
 def _time_reads(models, path, most, made, tokens, rng):
-    """Yields where a layer's reads came from, the misses in it and the seconds they took."""
+    """Yield the source of a layer's reads, the layer's misses and the seconds of the reads."""
     layers = {variant: session_of(model).layers for variant, model in models.items()}
-    # The second time, the experts are in the page cache.
+    # PAGES reads the same experts after DISK, now from the page cache.
     ways = {DISK: layers[DISK], PAGES: layers[DISK]} | layers
 
     def bring(layers, row):
@@ -196,7 +196,7 @@ def _time_reads(models, path, most, made, tokens, rng):
 
 
 def _time_tokens(model, rows):
-    """Seconds of whole tokens that need given experts ``[T, L, K]``."""
+    """Time whole tokens that need given experts ``[T, L, K]``."""
     cache, seconds = make_prompt_cache(model), []
     with route_by(model, rows[:, None]):
         for i in range(len(rows)):
@@ -207,7 +207,7 @@ def _time_tokens(model, rows):
 
 
 def _repeat_token(model, num):
-    """Seconds of one token from experts in slots, again and again, each scheduled ahead."""
+    """Time one token again and again, with its experts in slots and each pass scheduled ahead."""
     last, seconds = None, []
     for _ in range(num + 1):
         begin = time.perf_counter()
@@ -222,7 +222,7 @@ def _repeat_token(model, num):
 
 
 def _time_without_waits(path, config, tokens, E):
-    """Yields ``what``, ``variant``, ``misses`` and ``seconds`` where no routing is waited for."""
+    """Yield ``what``, ``variant``, ``misses``, ``seconds`` of tokens that wait for no routing."""
     ways = {HELD: {"slots": E}}
     if mx.cuda.is_available():
         ways[HOST] = {"source": "host"}
@@ -233,7 +233,7 @@ def _time_without_waits(path, config, tokens, E):
         with model:
             for i in range(1 + ROUNDS):
                 found = decode(model, prompt, tokens, DISCARDED, feed=fed)
-                if i == 0:  # the first is slower than the rest
+                if i == 0:  # the first run is slower than the rest
                     continue
                 missed = found.counters.misses / tokens / len(session_of(model).layers)
                 yield "token", variant, missed, found.decode_s / tokens
@@ -242,7 +242,7 @@ def _time_without_waits(path, config, tokens, E):
 
 
 def _expert_s(model, experts, tokens):
-    """Seconds of one more expert in a layer that holds them all, from K and from K / 2 experts."""
+    """Time one more expert in a layer that holds all: K experts less K / 2, for each expert."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
     module = layer.slots.bank.experts

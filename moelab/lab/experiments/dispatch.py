@@ -1,4 +1,4 @@
-"""Operations of a model counted, and its experts listened to: what notebook 10 measures with."""
+"""Count a model's operations and hook its experts, as notebook 10 needs it."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ def default_dtype() -> mx.Dtype:
 
 
 def operations(*arrays: mx.array) -> dict[str, int]:
-    """How many operations of each kind, but for views, the evaluation of ``arrays`` runs."""
+    """Count by kind the operations, except views, that the evaluation of ``arrays`` runs."""
     with temporary_folder() as folder:
         dot = folder / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)
@@ -35,7 +35,7 @@ def operations(*arrays: mx.array) -> dict[str, int]:
 
 
 def operations_of_layers(model: nn.Module) -> Iterator[dict[str, int]]:
-    """The ``operations`` of each layer in one decoded token."""
+    """Yield the ``operations`` of each layer in one decoded token."""
     inner = next(
         m for _, m in model.named_modules() if hasattr(m, "layers") and hasattr(m, "embed_tokens")
     )

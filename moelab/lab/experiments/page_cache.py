@@ -21,13 +21,13 @@ from .costs import costs_of
 LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model; its text
 # How experts outside slots are read.
 THROUGH, PAST = "through the page cache", "past the page cache"
-HOST = "copied from the host's memory"  # GPUs alone
+HOST = "copied from the host's memory"  # on GPUs only
 NO_SLOTS = "no slots"
 
 
 @cache
 def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
-    """The experts that the records' model routes its text to: ``[T, L, 8]``, all as decoded."""
+    """Route the records' text by the records' model: ``[T, L, 8]``, as if all were decoded."""
     config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), recorded_trace(TEXT)
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
     vocab = vocab or tiny["text_config"]["vocab_size"]
@@ -42,15 +42,15 @@ def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
 def told(samples: DataFrame) -> DataFrame:
     """Add this notebook's columns to a bench's samples, without the resident model's rows.
 
-    They are ``reads`` (how experts outside slots are read), ``slots``, ``cache`` (in words), ``ms``
-    of a token, ``wait_ms`` for reads, and the percentages of experts found in slots, in the page
-    cache and on disk.
+    The columns are ``reads`` (how experts outside slots are read), ``slots``, ``cache`` (in words),
+    ``ms`` of a token, ``wait_ms`` for reads, and the percentages of experts found in slots, in the
+    page cache and on disk.
     """
     out = samples[samples["mode"] != "resident"].copy()
     without, host = out["mode"] == "buffers", out.variant.str.contains("source=host")
     out["reads"] = np.select([without, host, out.direct.eq(True)], [NO_SLOTS, HOST, PAST], THROUGH)
     slots = out.slots.mask(without, 0).astype(float)
-    out["slots"] = slots.groupby(out.variant).transform("median")  # a plan's vary
+    out["slots"] = slots.groupby(out.variant).transform("median")  # a plan's slots vary
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
     out["ms"], out["wait_ms"] = out.token_s * 1e3, 1e3 * out.wait_s / out.decode_tokens
     needed = out.hits + out.misses
@@ -66,15 +66,15 @@ def told(samples: DataFrame) -> DataFrame:
 
 
 def machine_and_model(samples: DataFrame) -> tuple[Plan, Costs]:
-    """The model's plan and the machine's costs, from a record of ``lab costs``."""
+    """Return the model's plan and the machine's costs, from a record of ``lab costs``."""
     return models.recorded(samples.attrs["settings"]), costs_of(samples)
 
 
 def replayed(samples: DataFrame, plan: Plan, costs: Costs, trace: Trace | None = None) -> DataFrame:
     """Replay each setting that was measured; a row has measured and ``replayed_`` columns.
 
-    It knows reads that are copied from the page cache, reads past it, and copies from the host's
-    memory. Without a limit of memory the whole file is in the page cache.
+    It replays settings that read through the page cache, read past it, or copy from the host's
+    memory. Without a memory limit the whole file is taken to be in the page cache.
     """
     trace, rows = trace or routing(), []
     kept = samples[~samples.killed & samples["reads"].isin((THROUGH, PAST, HOST))]

@@ -1,8 +1,8 @@
 """``python -m moelab plan``: how fast would a model decode on this machine, or on another one?
 
-A model that is on disk is measured here, and ``advise`` compares settings. A model that is not
-there is known by its published configuration, another machine by a few numbers: ``replay.machine``
-says what its tokens cost. Both are replayed with the slots that ``moelab.plan`` chooses.
+A model on disk is measured on this machine, and ``advise`` compares settings. A model that is not
+on disk is known by its published configuration, and another machine by a few numbers, of which
+``replay.machine`` makes the costs of a token. Both replay a trace with ``moelab.plan``'s slots.
 """
 
 import argparse
@@ -32,19 +32,19 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# How near a plan is, as a factor, and how often: for sources that the formula was not fitted to,
-# and for our own settings with measured costs (data/results/cpu_planned_*.json).
+# The factor within which a plan is right, and how often it is: for sources that the formula was not
+# fitted to, and for our own settings with measured costs (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
 TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
-# A wrong token of a draft adds this share of a token's reads to a pass: few, since the right token
+# A draft's wrong token adds to a pass only this share of a token's reads, since the right token
 # often needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # length and acceptance of a draft that would help
 WORTH_A_LINE = 1.2  # smaller speedups by a change are not worth a line
-STAND_IN = "qwen3.5-35b-a3b", 4, 32  # model whose layers are taken, how many, experts in each
+STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the model of the layers, how many layers, experts in each
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Forecast:
     machine: Machine
     advice: Advice  # how to stream the model, and a token's time
     spread: float = FORMULA_SPREAD  # the speed probably lies within this factor of the expected one
-    near: str = FORMULA_NEAR  # how often it did, in words
+    near: str = FORMULA_NEAR  # how often it lay so near, in words
 
     @property
     def parts_s(self) -> dict[str, float]:
@@ -74,7 +74,7 @@ class Forecast:
         }
 
     def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
-        """``parts_s`` with a draft that costs nothing, whose tokens each pass verifies together."""
+        """Return ``parts_s`` with a draft that takes no time; a pass verifies all its tokens."""
         if not drafts:
             return self.parts_s
         parts, facts, machine = self.parts_s, self.plan.facts, self.machine
@@ -117,7 +117,7 @@ class Forecast:
         return self.machine.prompt_s(self.plan, tokens, self.slots)
 
     def table(self, prompt: int, more: Mapping[str, str] = {}) -> str:
-        """The forecast in words, a line for each thing that a user asks, and ``more`` lines."""
+        """Write the forecast, a line for each thing that a user asks, and ``more`` lines."""
         plan, facts, slots, machine = self.plan, self.plan.facts, self.slots, self.machine
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 0.01 / speed}
@@ -154,7 +154,7 @@ def forecast(
     top_k: int | None = None,
     slots: int | None = None,
 ) -> Forecast:
-    """Forecast a published model on a machine (None: its own top-k, ``moelab.plan``'s slots)."""
+    """Forecast a published model on a machine (None: the model's top-k, the plan's slots)."""
     plan = _fitting(name, machine, bits, top_k)
     facts, slots = plan.facts, slots or plan.slots
     held = plan.other_nbytes + slots * facts.slot_nbytes  # may be more than fits
@@ -165,7 +165,7 @@ def forecast(
 
 
 def _fitting(name, machine, bits, top_k=None):
-    """The plan of a published model; an error if it needs more memory than a machine has."""
+    """Plan a published model; raise ValueError if it needs more memory than a machine has."""
     try:
         return named(name, machine.most, bits, top_k)
     except DoesNotFit as error:
@@ -217,18 +217,18 @@ def _say_measuring():
 
 
 def _here():
-    """The folder whose drive is measured: /tmp may be in memory, so it is not the first choice."""
+    """Return the folder whose drive is measured: this one if possible, as /tmp may be in memory."""
     return Path.cwd() if os.access(".", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def _memory(ram=None):
-    """This machine's bytes of memory (``ram``, if given), and those that a model does not get."""
+    """Return this machine's bytes of memory (or ``ram``), and those that a model does not get."""
     total = ram or psutil.virtual_memory().total
     return total, taken_of(ram) if ram else total - memory_for_a_model()
 
 
 def _unmeasured(ram=None):
-    """This machine's memory, taken to have so many bytes (None: those that it has); no rates."""
+    """Describe this machine's memory, taken to be ``ram`` bytes (None: its own), without rates."""
     total, taken = _memory(ram)
     return replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
 
@@ -244,8 +244,8 @@ def describe(
 ) -> str:
     """Say what to expect of a published model here or elsewhere (``ram`` GB, ``ssd`` GB/s).
 
-    ``chip`` is a Mac of ``CHIPS``, or the GB/s of its memory; ``cores`` are those of a computer
-    whose CPU computes, no faster than ``chip`` GB/s. What is None is this machine's, measured.
+    ``chip`` is a Mac's of ``CHIPS``, or the GB/s of its memory. ``cores`` are those of a computer
+    whose CPU computes; ``chip`` is then its memory's GB/s. What is None is measured here.
     """
     name = one_of(CONFIGS, name, "a model folder, a downloaded Hub repository, or ")
     chip = one_of(CHIPS, chip) if isinstance(chip, str) else chip
@@ -276,7 +276,7 @@ def describe(
 
 
 def _machine(name, bits, ram, ssd, chip, cores):
-    """The machine that is described, or this one with what is given in place of what it has."""
+    """Return the described machine, or this one with the given values in place of its own."""
     if isinstance(chip, str) and cores:
         raise ValueError(
             "plan: expected --chip or --cores, got both; with --cores, --chip is GB/s."
@@ -289,7 +289,7 @@ def _machine(name, bits, ram, ssd, chip, cores):
     if cores:
         return Machine.cpu(ram * 1e9, ssd * 1e9, cores, rate)
     if chip:
-        return Machine.mac(ram * 2**30, ssd * 1e9, rate)  # as a Mac's GB are counted
+        return Machine.mac(ram * 2**30, ssd * 1e9, rate)  # a Mac's GB are GiB
     if not mx.cuda.is_available():  # a model that does not fit is refused before measuring
         _fitting(name, _unmeasured(ram and ram * 1e9), bits)
     machine = this_machine()
@@ -347,7 +347,7 @@ def run(args: argparse.Namespace) -> None:
     if args.model not in CONFIGS:
         try:
             path = folder(args.model, download=False)
-        except CheckpointError:  # what is not here is planned by its name
+        except CheckpointError:  # a model that is not here is planned by its name
             if os.path.lexists(args.model):
                 raise
     if path is None:
@@ -364,7 +364,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _chip(text):
-    """A chip's name, or a number of GB/s."""
+    """Parse a chip's name, or a number of GB/s."""
     try:
         return gigabytes(1)(text)
     except argparse.ArgumentTypeError:
@@ -372,7 +372,7 @@ def _chip(text):
 
 
 def _left_free(machine, filled):
-    """What is left of a Mac's memory and why, and the limit of its GPU that goes with a plan."""
+    """Say how much of a Mac's memory stays free and why, and which GPU limit a plan needs."""
     ram, limit = machine.ram_nbytes, gpu_limit(machine.ram_nbytes)
     own = f"sudo sysctl iogpu.wired_limit_mb={int(filled * 1.05) >> 20}"
     wired = f"macOS allows it {_gb(limit)}, which is enough: iogpu.wired_limit_mb stays as it is"
@@ -389,7 +389,7 @@ def _gb(nbytes):
 
 
 def range_text(tok_s: float, spread: float = FORMULA_SPREAD) -> str:
-    """The range that a speed probably lies in, in words."""
+    """Write the range in which a speed probably lies."""
     return f"{rough(tok_s / spread)} to {rough(tok_s * spread)}"
 
 

@@ -1,11 +1,11 @@
-"""Experts divided over ranks of this machine: how fast they decode.
+"""Measure how fast ranks of this machine decode with the experts divided over them.
 
     python -m moelab.lab ranks OUT.json MODEL [RUNS [TRACE]]     (on Linux, memory limited)
 
-On CPUs the ranks share this machine's cores, memory bus and SSD, over MLX's ring. Each has a memory
-limit of its own, page cache included, and in some runs a slow SSD of its own, which is simulated: a
-layer waits until its reads would have come at a fixed rate. Where MLX has CUDA, each rank has a
-GPU, over NCCL, without limits.
+On CPUs the ranks talk over MLX's ring and share this machine's cores, memory bus and SSD. Each rank
+has a memory limit of its own, page cache included, and in some runs a slow SSD of its own, which is
+simulated: a layer waits until its reads would have come at a fixed rate. Where MLX has CUDA, the
+ranks talk over NCCL, and each has a GPU and no limit.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ def slow(model: nn.Module, rate: float) -> None:
 
 
 def _own(layer):
-    """The experts that this rank may read."""
+    """Return the experts that this rank may read."""
     owned = np.ones(layer.num_experts, bool) if layer.owned is None else layer.owned
     return np.flatnonzero(owned).tolist()
 
@@ -96,7 +96,7 @@ def decode_here(
     text: str | None,
     direct: bool,
 ) -> dict[str, Any]:
-    """Decode in this process, one rank or alone, and return a row for ``divided``."""
+    """Decode in this process, as one rank or alone, and return a row for ``divided``."""
     config = StreamConfig(slots=slots or ALL, reads="direct" if direct else "cached")
     model, _ = load_model(path, config, group=group)
     with model:
@@ -142,8 +142,9 @@ def divided(
     """Decode with one rank and with several; each run has processes of its own.
 
     ``rates`` are bytes a second of each rank's simulated SSD (None: this machine's SSD). With
-    ``limit_nbytes`` ranks read past the page cache, which is dropped before. ``text`` is a trace's
-    file or ``RANDOM``, fed in place of decoded tokens. Disagreeing ranks are an error.
+    ``limit_nbytes`` ranks read past the page cache, and the file's pages are dropped before.
+    ``text`` is a trace's file or ``RANDOM``, fed in place of decoded tokens. Ranks whose texts
+    differ raise ValueError.
     """
     path = folder(path)
     amount = tokens, warmup, prompt_tokens, str(text) if text else None
@@ -184,7 +185,7 @@ def _where(slots, rate):
 
 
 def main(out: str, path: str, *words: str) -> None:
-    """Write the record of ``divided``; the words are a number of runs, and a trace's file."""
+    """Write the record of ``divided``; ``words`` are the number of runs and a trace's file."""
     backend = "nccl" if mx.cuda.is_available() else "ring"
     if len(words) > 2 or not all(n.isdigit() for n in words[:1]):
         raise ValueError(f"expected OUT MODEL [RUNS [TRACE]], got {' '.join((out, path, *words))}")

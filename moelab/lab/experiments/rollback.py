@@ -8,9 +8,9 @@ from ...speculation.rollback import Rollback
 
 
 class RestoreOnly:
-    """A faulty rollback: the recurrent state from before the pass, without the accepted tokens.
+    """A faulty rollback to the recurrent state from before the pass, without accepted tokens.
 
-    It is SwiftLM's ``MambaCache.trim``. Attention caches are trimmed as they should be.
+    SwiftLM's ``MambaCache.trim`` does so. Attention caches are trimmed as they should be.
     """
 
     def __init__(self, model: nn.Module, cache: list):
@@ -32,7 +32,7 @@ class RestoreOnly:
 
 
 class StaleState(RestoreOnly):
-    """A faulty rollback, SwiftLM's DFlash path: rejected tokens stay in the recurrent state."""
+    """A faulty rollback (SwiftLM's DFlash path): rejected tokens stay in the recurrent state."""
 
     def undo(self, n: int) -> None:
         for c in self.cache:

@@ -1,9 +1,9 @@
-"""What runs when in a streamed token: the host, the threads that read, and each layer's experts.
+"""Record when the host, the reading threads and each layer's experts are at work in a token.
 
     python -m moelab.lab timeline OUT.json MODEL resident,fused SLOTS warm
 
 On CUDA each streamed mode is also measured with experts read into unified memory, not copied by the
-GPU. Of the GPU's own work the host sees only how long it waits for it.
+GPU. The host sees only how long it waits for the GPU, not what the GPU does.
 """
 
 import os
@@ -36,7 +36,7 @@ from ..texts import PROMPTS
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# What threads do: the column with the host's seconds.
+# What a thread does: the column of the host's seconds in it.
 HOST = {
     "arithmetic": "arithmetic_s",  # moelab's kernels, which compute in the host's thread
     "waiting for MLX": "mlx_s",  # routing and tokens that MLX computes, on a CPU or a GPU
@@ -47,7 +47,7 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# Arithmetic is noted only inside these: native code that reads counts as reading.
+# These calls are noted only inside the given ones: native code that reads counts as reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted
     ARITHMETIC: [(Kernel, "__call__")],
@@ -72,7 +72,7 @@ class Clock:
         stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
         outer = stack[-1][0] if stack else None
         if outer not in OUTER.get(what, (outer,)):
-            return call(*args, **kwargs)  # it is part of what this thread already does
+            return call(*args, **kwargs)  # the call is part of what this thread already does
         if stack:
             self._note(*stack[-1], begin)
         stack.append([what, begin])
@@ -106,7 +106,7 @@ class Clock:
 
 
 def _calling(through, call):
-    """A function, so that it can stand for a method, that makes a call through another."""
+    """Return a function, since it replaces a method, that makes ``call`` through ``through``."""
     return lambda *args, **kwargs: through(call, *args, **kwargs)
 
 
@@ -118,7 +118,7 @@ def measure(
     runs: int = 5,
     cold: bool = False,
 ) -> "DataFrame":
-    """Decode in every mode with a clock in the engine, one token ahead as mlx-lm does.
+    """Decode in every mode with a clock in the engine, scheduling a token ahead as mlx-lm does.
 
     A row is a run: the columns of ``HOST`` add up to ``decode_s``, and ``spans`` are those of the
     last token. ``cold`` drops the file's pages before the clock starts.
@@ -187,7 +187,7 @@ def _sample(model, ids, tokens, drop):
 
 
 def spans(samples: "DataFrame", round_: int = 0) -> "DataFrame":
-    """The last token of one round as a table for ``charts.timeline``."""
+    """Tabulate the last token's spans of one round for ``charts.timeline``."""
     rows = [
         {"variant": row.variant, "lane": lane, "what": what, "begin_s": begin, "end_s": end}
         for row in samples[samples["round"] == round_].itertuples()

@@ -1,4 +1,4 @@
-"""How anything is drawn, with the extra ``lab``: ``show`` a chart, ``explore`` with sliders."""
+"""Draw charts, with the extra ``lab``: ``show`` a chart, or ``explore`` it with sliders."""
 
 from importlib.util import find_spec
 

@@ -1,11 +1,11 @@
-"""``make run``: every notebook executed top to bottom, one HTML page for each, and their index.
+"""``make run``: execute every notebook, and write an HTML page for each and their index.
 
     python -m moelab.lab pages NOTEBOOKS FOLDER [NAME...]
     python -m moelab.lab index FOLDER [OWNER/REPOSITORY]
 
-A page needs neither kernel nor network. All share one file, ``plotly.min.js``. ``NAME.json`` beside
-a page has its question and answer, for the index. Pages of another machine may lie in a folder in
-it, such as ``macos-15``: both indexes are written and link each other.
+A page needs neither kernel nor network. All pages share one file, ``plotly.min.js``. ``NAME.json``
+beside a page has its title and answer, for the index. Pages of another machine may lie in a folder
+inside FOLDER, such as ``macos-15``: both indexes are written and link each other.
 """
 
 import html
@@ -35,7 +35,7 @@ PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
 LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
-# A bar as tqdm draws it, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
+# A progress bar of tqdm, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
 INTRODUCTION = """# moelab
 
@@ -55,7 +55,7 @@ ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw 
 
 
 def summary(notebook) -> dict[str, str]:
-    """A notebook's ``title``, and as its ``answer`` what it says behind ``**Takeaway.**``."""
+    """Return a notebook's ``title``, and as ``answer`` the text behind ``**Takeaway.**``."""
     texts = []
     for cell in notebook.cells:
         texts += [cell.source] * (cell.cell_type == "markdown")
@@ -72,13 +72,13 @@ def summary(notebook) -> dict[str, str]:
 
 
 def for_page(source: str) -> str:
-    """Lead a Markdown cell's links to notebooks to their pages; drop others into the repository."""
+    """Point a cell's links to notebooks at their pages; drop other links into the repository."""
     text = re.sub(r"(\]\(\d\d_\w+)\.ipynb", r"\1.html", source)
     return re.sub(r"(?<!!)\[([^\]]*)\]\((?!\w+:|#|\d\d_\w+\.html)[^)\s]+\)", r"\1", text)
 
 
 def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
-    """Execute a notebook; returns it, up to a cell that failed, and that cell's error or None."""
+    """Execute a notebook up to a cell that fails; return it, and that cell's error or None."""
     notebook, failed = nbformat.read(source, as_version=4), None
     client = NotebookClient(
         notebook,
@@ -101,7 +101,7 @@ def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
             client.execute()
         except CellExecutionError as error:
             failed = str(error)
-    for cell in code:  # a page shows even a bar's blanks as a coloured band
+    for cell in code:  # a page would show a progress bar's blanks as a coloured band
         cell.outputs = [output for output in cell.outputs if not _is_progress(output)]
     return notebook, failed
 
@@ -112,7 +112,7 @@ def _is_progress(output):
 
 
 def still(notebook, picture: Callable, name: str) -> None:
-    """Replace a notebook's live outputs by a ``picture(plotly's JSON)`` and text in HTML."""
+    """Replace a notebook's live outputs by ``picture(JSON of plotly)`` and text in HTML."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [new for old in cell.outputs for new in _still(old, picture, name)]
@@ -123,7 +123,7 @@ def _still(output, picture, name):
     live = LIVE.format(name) if WIDGET in data else ""
     if PLOTLY in data:
         shown = [picture(data[PLOTLY])]
-        if live:  # from ``explore``: its first figure, with title and finding
+        if live:  # made by ``explore``: keep its first figure, with title and finding
             meta = data[PLOTLY]["layout"]["meta"]
             shown = [_html(style.heading(meta)), *shown, _html(style.words(meta) + live)]
     elif live:
@@ -136,7 +136,7 @@ def _html(text):
 
 
 def _drawn(figure):
-    """A figure that the page's script draws."""
+    """Write a figure that the page's script draws."""
     layout = {**figure["layout"], "dragmode": False}  # a finger scrolls the page
     written = json.dumps({"data": figure["data"], "layout": layout}).replace("</", r"<\/")
     return _html(
@@ -146,7 +146,7 @@ def _drawn(figure):
 
 
 def html_of(notebook: nbformat.NotebookNode, title: str, filters: dict, **resources: Any) -> str:
-    """A notebook as HTML, by ``page.html.j2``: with other filters, and what else it takes."""
+    """Write a notebook as HTML by ``page.html.j2``, with more filters and template values."""
     exporter = HTMLExporter(
         filters=filters,
         template_file=str(Path(__file__).with_name("page.html.j2")),
@@ -159,7 +159,7 @@ def html_of(notebook: nbformat.NotebookNode, title: str, filters: dict, **resour
 
 
 def page(sources: list[Path], at: int, target: Path) -> str | None:
-    """Run a notebook and write its page, up to a cell that failed; returns that error or None."""
+    """Run a notebook up to a cell that fails and write its page; return that error or None."""
     source, names = sources[at], [source.stem for source in sources]
     notebook, failed = run(source)
     try:
@@ -181,7 +181,7 @@ def page(sources: list[Path], at: int, target: Path) -> str | None:
 
 
 def main(notebooks: str, out: str, *names: str) -> int:
-    """Run a folder's notebooks (or those named), write pages and index; returns how many failed."""
+    """Run a folder's notebooks (or those named), write pages and index; return how many failed."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plotly.min.js").write_text(get_plotlyjs(), encoding="utf-8")
@@ -204,13 +204,13 @@ def main(notebooks: str, out: str, *names: str) -> int:
 
 
 def described(folder: Path) -> dict[str, dict[str, Any]]:
-    """The contents of each page's ``NAME.json`` in a folder, by the page's file name."""
+    """Read each page's ``NAME.json`` in a folder, by the page's file name."""
     found = {path.with_suffix(".html"): path for path in sorted(folder.glob("[0-9]*.json"))}
     return {page.name: read_json(j, LIKE) for page, j in found.items() if page.exists()}
 
 
 def index(folder: Path, repository: str = "") -> str:
-    """The index of one folder as HTML, with links to ``repository`` (``owner/name`` on GitHub)."""
+    """Write a folder's index as HTML, with links to ``repository`` (``owner/name`` on GitHub)."""
     pages = described(folder)
     machines = sorted({page["machine"] for page in pages.values()})
     text = [INTRODUCTION, *(f"Run on {machine}." for machine in machines), FIGURES]

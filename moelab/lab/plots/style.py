@@ -1,4 +1,4 @@
-"""One look for every figure: template, machine, ceilings, and the figure in words."""
+"""The look of every figure: template, machine, limits as lines, and the figure in words."""
 
 import html
 import math
@@ -20,14 +20,14 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# Pixels; the characters of an axis title on a phone, and of a line in a legend.
+# Pixels, but characters for an axis title on a phone and for a line of a legend.
 PLOT_HEIGHT = 300
 TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 260  # room for a legend on a page and on a phone
 NARROW_CHARACTERS, LEGEND_CHARACTERS = 28, 38
 
-# How a browser draws a figure as wide as its place: for a live one, and for those of a page.
+# A browser draws a figure as wide as its place with this script, in a notebook and on a page.
 DRAW = """
 function draw(el, figure) {
   const plot = el.appendChild(document.createElement('div'));
@@ -84,7 +84,7 @@ pio.templates.default = "moelab"
 
 
 def look(i: int) -> dict:
-    """Line and marker of the ``i``-th series, distinct without colour too."""
+    """Return line and marker of the ``i``-th series, which also differ without colour."""
     i %= len(COLORS)
     return {
         "line": {"color": COLORS[i], "dash": DASHES[i], "width": 2.5},
@@ -110,7 +110,7 @@ def whiskers(low, mid, high) -> dict:
 
 
 def wrap(text: str, characters: int) -> list[str]:
-    """The lines of a text for a figure, escaped: as few as needed, of about the same length."""
+    """Wrap and escape a figure's text: as few lines as needed, of about the same length."""
     lines = textwrap.wrap(text, characters)
     while len(lines) > 1:
         width = max(map(len, lines)) - 1
@@ -133,10 +133,10 @@ def figure(
     """Make an empty figure whose title says what was found and whose note says where.
 
     ``cards`` are the machines of recorded numbers (None: this machine, now). Title and note stand
-    above the figure as text; the legend comes on top of ``height``.
+    above the figure as text; the legend's height is added to ``height``.
     """
     cards = list({str(card): card for card in cards}.values())
-    short = []  # the lines with versions and date stand in the figure's words
+    short = []  # versions and date stand in the figure's words
     for card in cards:
         of = card or this_card()
         source = "recorded" if card else "here"
@@ -186,7 +186,7 @@ def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
         trace.name = trace.name and "<br>".join(wrap(trace.name, LEGEND_CHARACTERS))
     meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b
     narrow = {"margin.l": min(fig.layout.margin.l or 50, 50), **meta.get("narrow", {})}
-    narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}  # below the labels too
+    narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}  # also below the labels
     bottom, low = (FOOTER + LEGEND_LINE * _legend_lines(fig, width) for width in (WIDE, NARROW))
     most = 1
     for axis in fig.select_xaxes():

@@ -1,4 +1,4 @@
-"""Controls that drive a pure function from numbers to a figure, and show its exceptions."""
+"""Controls for a pure function from numbers to a figure; its exceptions are shown."""
 
 import html
 import time
@@ -19,7 +19,7 @@ _WIDE = {
     "layout": {"width": "100%", "max_width": "500px", "height": "auto", "flex_flow": "row wrap"},
     "continuous_update": False,
 }
-# A visible and a hidden text in one place, which is as high as the higher one.
+# A visible and a hidden text in one place, which is as high as the higher text.
 PLACE = (
     "<div style='display:grid;line-height:1.4;font-size:14px'>"
     "<div style='grid-area:1/1'>{}</div>"
@@ -66,7 +66,7 @@ class Explorer:
         self.fn, self.controls, self.error = fn, controls, None
         self._axes, self._longest = {}, {"title": "", "note": ""}
         self._heading, self._words, self._plot = ipywidgets.HTML(), ipywidgets.HTML(), Plot()
-        # One line that stays as high as it is, so that what stands below keeps its place.
+        # This line keeps its height, so that what stands below it does not move.
         self._state = ipywidgets.HTML(layout={"min_height": "28px", "margin": "0"})
         self._state.add_class(STATE_CLASS)
         self._button = ipywidgets.Button(description="Run", button_style="primary", icon="play")
@@ -125,7 +125,7 @@ class Explorer:
 
 
 def _held(wanted, held):
-    """The range of an axis that holds two. Up to a tenth more is room that the chart can spare."""
+    """Return ``held`` if ``wanted`` exceeds it by at most a tenth, else a range that holds both."""
     room = 0.1 * abs(held[1] - held[0])
     if min(wanted) >= min(held) - room and max(wanted) <= max(held) + room:
         return held
@@ -136,15 +136,15 @@ def _held(wanted, held):
 def explore(
     fn: Callable, *, extremes: Iterable[dict] = (), run_button: bool = False, **controls
 ) -> Explorer:
-    """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first one.
+    """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first figure.
 
-    ``fn`` takes the controls' values by name and returns a figure from ``style.describe``; it holds
-    no widget, so that a test can call it. It is called for the ``extremes`` too, dicts of values
-    that take the place of the first ones: the axes hold all these figures. With ``run_button`` it
-    runs when that is pressed.
+    ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. It uses
+    no widget, so that a test can call it. ``extremes`` are dicts of values that replace the first
+    ones: ``fn`` is called with each, and the axes hold all these figures. With ``run_button``,
+    ``fn`` is called when the button is pressed.
     """
     explorer = Explorer(fn, controls, extremes, run_button)
-    # One output of two kinds: live where a kernel runs, the first figure on a page without one.
+    # The output has two forms: live where a kernel runs, the first figure on a page without one.
     meta = explorer.figure.layout.meta
     text = {"text/html": style.heading(meta) + style.words(meta), "text/plain": meta["alt"]}
     live, still = explorer.view._repr_mimebundle_(), explorer.figure._repr_mimebundle_()
