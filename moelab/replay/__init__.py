@@ -1,1 +1,1 @@
-"""Predict without running: a recorded routing, this machine's costs, and what follows from both."""
+"""Predict a token's time without running: from a recorded routing and a machine's costs."""

@@ -1,4 +1,4 @@
-"""How to stream a model: slots and layout, decided from given numbers."""
+"""Decide from given numbers how to stream a model: with which slots and layout."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay
 
-# Settings within this share of the fastest count as equal; the one that moves the fewest bytes is
-# taken, because reads have costs that a replay does not know. Where reads cannot go past the page
-# cache, as on a Mac, the one with the fewest slots is, because too many are a far larger cost.
+# Settings within this share of the fastest count as equal. Of these, the one that moves the fewest
+# bytes is taken, because reads have costs that a replay does not know. Where reads cannot go past
+# the page cache, as on a Mac, the one with the fewest slots is taken: too many cost far more.
 EQUAL = 0.02
 # A repack that saves a smaller share of a token is not worth a second copy of the file.
 WORTH_A_COPY = 0.03
@@ -142,7 +142,7 @@ def replay_settings(
     settings: Iterable[tuple],
     skip: int,
 ) -> dict[Setting, Replay]:
-    """Replay a trace with each setting; ``skip`` tokens do not count. Full slots read nothing."""
+    """Replay a trace with each setting; ``skip`` tokens do not count. E slots read nothing."""
     facts = plan.facts
 
     def is_held(setting):
@@ -166,7 +166,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
-    """The fastest setting; of equals that with the fewest slots, or bytes to copy and read."""
+    """Return the fastest setting; of equal ones, that with the fewest slots or bytes moved."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}

@@ -1,8 +1,8 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
-If every token takes the experts that its trace gave it most often, a cache of a quarter of them has
-the trace's hit rate within 0.04 (mean of layers). ``moelab.synthesize`` writes such a routing into
-a checkpoint with ``Routers``.
+If every token takes the experts that its trace gave it most often, a cache for a quarter of all
+experts has the trace's hit rate within 0.04 (mean of layers). ``moelab.synthesize`` writes such a
+routing into a checkpoint with ``Routers``.
 """
 
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ class TokenRouting:
     kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
     experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
     num_experts: int  # E
-    wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that this one follows
+    wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that a layer follows
     hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
     def route(self, tokens: np.ndarray) -> Trace:
-        """The routing of a text, as if all of it were decoded."""
+        """Route a text, as if all of it were decoded."""
         return decode_trace(self.experts[self.kinds[tokens]], self.num_experts)
 
 
 def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
-    """The LRU hit rates ``[L]`` with a quarter of the experts in slots, after a prompt."""
+    """Return the LRU hit rates ``[L]`` with a quarter of the experts in slots, after a prompt."""
     slots = max(trace.experts.shape[2], round(SHARE * trace.num_experts))
     return lru_hit_rate(trace, prompt)[:, slots]
 
@@ -47,11 +47,11 @@ def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
     """Route each token to the experts that a trace gave it most often, in another model's shape.
 
-    Layer l of L follows the trace's ``l * L' // L``. With fewer experts their numbers are taken
-    modulo E. With n times as many, each has n variants, e, e + E', ...: a token takes the first or,
-    with the probability ``spread``, one drawn for it. Each layer's spread is the one with which the
-    trace's text has the trace's hit rate. There are ``kinds`` routes: tokens that the trace lacks,
-    or has too rarely, share some.
+    L' and E' are the trace's. Layer l of L follows the trace's layer ``l * L' // L``. If E is below
+    E', expert numbers are taken modulo E. If E is n times E', each expert has n variants, e,
+    e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for it. Each
+    layer's spread gives the trace's text the trace's hit rate. There are ``kinds`` routes; tokens
+    that the trace lacks, or has too rarely, share some of them.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)
@@ -61,7 +61,7 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
             f"experts in trace and model, got {trace} with {len(tokens)} different tokens up to "
             f"{tokens[-1] if len(tokens) else 'none'}, for a model with {E} experts."
         )
-    layer = np.arange(L) * trace.experts.shape[1] // L  # of the trace, for each of the model's
+    layer = np.arange(L) * trace.experts.shape[1] // L  # the trace's layer for each layer
     chosen = np.zeros((len(tokens), trace.experts.shape[1], base))
     where = row_of[:, None, None], np.arange(chosen.shape[1])[:, None], trace.experts % base
     np.add.at(chosen, where, 1)
@@ -73,7 +73,7 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     kind_of = rng.integers(len(own), kinds, V)
     kind_of[tokens[own]] = np.arange(len(own))
     best = best[np.concatenate([own, shared])]
-    variants = (E - 1 - best) // base + 1  # that this expert has
+    variants = (E - 1 - best) // base + 1  # how many each expert has
     draw = rng.random(best.shape)
     variant = base * (rng.random(best.shape) * variants).astype(np.int64)
 
@@ -89,13 +89,13 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
-    """The 16 bits of the nearest bfloat16 of each float32."""
+    """Return the 16 bits of the nearest bfloat16 of each float32."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def float32(bits: np.ndarray) -> np.ndarray:
-    """The float32 of bfloat16 bits."""
+    """Return the float32 of bfloat16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -103,9 +103,9 @@ class Routers:
     """Routers that choose by the token alone, written into a checkpoint's random weights.
 
     The first R dimensions of the residual stream hold a code for the token's kind, a row of a
-    Hadamard matrix. It comes from the embedding; rows of projections that would write there are
+    Hadamard matrix. The embedding writes the code; rows of projections that would write there are
     zero. A router reads these dimensions only: its weights are the sum over all kinds of wanted
-    logits times code. The trace's text must be in the checkpoint's tokenizer.
+    logits times code. The trace's token ids must be those of the checkpoint's tokenizer.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):
@@ -144,7 +144,7 @@ class Routers:
         out[:, : new.shape[1]] = new
 
     def _router(self, layer):
-        """A router's weights for the code's dimensions, ``[E, R]``."""
+        """Compute a router's weights for the code's dimensions, ``[E, R]``."""
         experts = self.routing.experts[:, layer]
         logits = np.zeros((len(experts), self.routing.num_experts), np.float32)
         np.put_along_axis(logits, experts, np.linspace(*LOGITS, experts.shape[1]), 1)

@@ -19,7 +19,7 @@ class Costs:
     warm_call_s: float = 0.0  # the fixed part of a layer's reads if all come from the page cache
     cold_call_s: float = 0.0  # the fixed part if at least one comes from the disk
     # Where the engine overlaps a layer's reads and arithmetic, this share (0 to 1) of the shorter
-    # one is hidden. It is small where reads take time of the cores that compute.
+    # of both is hidden. The share is small where reads take time of the cores that compute.
     overlap: float = 0.0
     direct_s_per_byte: float = nan  # a byte read past the page cache; nan where that is impossible
     direct_call_s: float = 0.0  # the fixed part of a layer's reads past the page cache
@@ -52,7 +52,7 @@ class Costs:
         return replace(self, cold_s_per_byte=self.warm_s_per_byte, cold_call_s=self.warm_call_s)
 
     def without_reads(self, byte_s: float = 0.0) -> "Costs":
-        """The costs if nothing is waited for. A missed byte takes ``byte_s``; 0: none is missed."""
+        """The costs if no read is waited for. A missed byte takes ``byte_s``; 0: none is missed."""
         fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
         return replace(
             self,
@@ -92,7 +92,7 @@ class Costs:
     def reads_s(
         self, warm: np.ndarray, cold: np.ndarray, nbytes: int, experts_s: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds of each layer's reads: of the page cache, of the disk, and those hidden."""
+        """Return each layer's seconds of reads: from the page cache, from the disk, and hidden."""
         copies_s = warm * (nbytes * self.warm_s_per_byte)
         copies_s += self.warm_call_s * ((warm > 0) & (cold == 0))
         disk_s = cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)

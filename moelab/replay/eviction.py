@@ -1,4 +1,4 @@
-"""Which experts the slots hold: by the engine's policies (its ``SlotTable``), or by others."""
+"""Replay which experts the slots hold, by the engine's policies (``SlotTable``) or by others."""
 
 from collections import deque
 from heapq import nlargest
@@ -9,7 +9,7 @@ from ..streaming.residency.table import EVICTION, SlotTable
 
 
 class _Belady(SlotTable):
-    """A slot table that knows the future ``rows`` ``[T, K]``, and evicts what is needed latest."""
+    """A slot table that knows the future ``rows`` ``[T, K]``; evicts the experts needed last."""
 
     def __init__(self, num_slots, rows):
         super().__init__(num_slots)
@@ -55,7 +55,7 @@ def held(experts: np.ndarray, num_experts: int, slots: int, policy: str = "lru")
 
 
 def _by_table(rows, slots, policy):
-    """Replay one layer's tokens ``[T, K]`` with a slot table; give whether each expert was held."""
+    """Replay one layer's tokens ``[T, K]`` with a slot table; return which experts were held."""
     table = _Belady(slots, rows) if policy == "belady" else SlotTable(slots, policy)
     hit = []
     for need in rows:
@@ -68,11 +68,11 @@ def _by_table(rows, slots, policy):
 def _s3_fifo(rows, slots, _):
     """Replay one layer's tokens by S3-FIFO (Yang et al., SOSP 2023).
 
-    A tenth of the slots is a queue of new experts. Those used again move to the main queue; the
-    others are evicted and remembered as ghosts, which go to the main queue when they come back.
+    A tenth of the slots is a queue of new experts. Experts used twice more move to the main queue.
+    The others are evicted and remembered as ghosts; a ghost that comes back goes to the main queue.
     """
     room = max(1, slots // 10)
-    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses`` has the experts that are held
+    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: by expert, for experts held
 
     def evict(queue, need):
         passed = 0  # experts looked at since the last change; all of them are needed

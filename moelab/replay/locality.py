@@ -1,4 +1,4 @@
-"""A trace's locality, and synthetic traces like it; pass ``trace.decode`` to leave prompts out."""
+"""Measure a trace's locality, synthesize traces like it; ``trace.decode`` leaves prompts out."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -17,29 +17,29 @@ def recorded_trace(name: str) -> Trace:
 def decode_trace(
     experts: np.ndarray, num_experts: int, name: str = "", seed: int | None = None
 ) -> Trace:
-    """A trace of decoded tokens from ``experts [T, L, K]`` alone; the token ids are 0."""
+    """Make a trace of decoded tokens from ``experts [T, L, K]`` alone; the token ids are 0."""
     T = len(experts)
     return Trace(experts, np.full(T, "decode"), np.zeros(T, np.int64), num_experts, name, seed)
 
 
 def popularity(trace: Trace) -> np.ndarray:
-    """How often each expert was chosen: ``[L, E]``, shares of the tokens (a row sums to K)."""
+    """Count how often each expert was chosen: ``[L, E]``, shares of tokens (a row sums to K)."""
     T, L = trace.experts.shape[:2]
     flat = trace.experts + np.arange(L)[:, None] * trace.num_experts
     return np.bincount(flat.ravel(), minlength=L * trace.num_experts).reshape(L, -1) / T
 
 
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
-    """``each``: shares ``[L]`` of a token's experts that the token ``lag`` before it needed, too.
+    """Return ``each``: shares ``[L]`` of a token's experts that the token ``lag`` before also used.
 
-    ``all``: the shares of tokens for which these were all of their experts.
+    ``all``: the shares of tokens whose experts were all used by the token ``lag`` before.
     """
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 
 
 def _last_use(experts, E):
-    """The last use of each expert before token t, as t * K + its place or -1: ``[T + 1, E]``."""
+    """Return each expert's last use before each token, token * K + place or -1: ``[T + 1, E]``."""
     T, K = experts.shape
     last = np.full((T + 1, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, K)
@@ -51,7 +51,7 @@ def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
     """Hit rates ``[L, E + 1]`` of LRU caches of 0 to E slots, after the first ``skip`` tokens.
 
     Of one token's experts, the later in the router's order counts as used later; ``eviction.held``
-    orders them otherwise, and may differ by a few uses.
+    orders them otherwise, so its rates may differ by a few uses.
     """
     (T, L, K), E = trace.experts.shape, trace.num_experts
     hits = np.zeros((L, E + 1))
@@ -66,12 +66,12 @@ def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
 
 
 def union(trace: Trace, m: int) -> np.ndarray:
-    """The number of distinct experts that m consecutive tokens need: ``[L]``, means of windows."""
+    """Count the distinct experts that m consecutive tokens need: ``[L]``, means of windows."""
     return missing(trace, m, slots=0)
 
 
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
-    """How many experts a pass over m consecutive tokens reads with S slots in each layer.
+    """Count the experts that a pass over m consecutive tokens reads with S slots in each layer.
 
     The slots hold the S experts used most recently (LRU). The pass reads each other expert that
     it needs once. The result is ``[L]``, means over all windows after the first ``skip`` tokens.
@@ -94,12 +94,12 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
 
 
 def layer_prediction(trace: Trace) -> dict[str, np.ndarray]:
-    """Which experts of a layer can be predicted from the layer before, by counting.
+    """Find which experts of a layer can be predicted from the layer before, by counting.
 
-    The first half of the tokens counts pairs of experts in layers l and l + 1. In the other,
-    the K with the largest sums of counts over a token's experts are predicted. ``pairs`` says which
-    needed experts were predicted, bool ``[T - T // 2, L - 1, K]``; ``popular`` says it of a
-    prediction of the K most popular ones.
+    In the first half of the tokens, pairs of experts in layers l and l + 1 are counted. In the
+    second, the K experts with the largest sums of counts over a token's experts are predicted.
+    ``pairs`` says which needed experts were predicted, bool ``[T - T // 2, L - 1, K]``; ``popular``
+    says the same if the K most popular experts are predicted.
     """
     T, L, K = trace.experts.shape
     half, E = T // 2, trace.num_experts
@@ -133,7 +133,7 @@ class Locality:
 
 
 def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0) -> Trace:
-    """A random trace ``[T, L, K]`` with given locality, for any number of layers."""
+    """Draw a random trace ``[T, L, K]`` with given locality, for any number of layers."""
     rng = np.random.default_rng(seed)
     layer = np.arange(L) * len(locality.zipf) // L
     zipf, sticky, memory = (
@@ -158,12 +158,12 @@ def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0
     return decode_trace(experts, E, "synthetic", seed)
 
 
-LAGS = (1, 2, 4, 8, 16)  # tokens between two that are compared
+LAGS = (1, 2, 4, 8, 16)  # distances of two compared tokens, in tokens
 SIZES = (1.5, 2, 3, 4, 6)  # slots of the hit rates, in units of K
 
 
 def _features(trace):
-    """``[L, F]``: the overlaps, hit rates and skew that ``fit`` compares."""
+    """Compute the overlaps, hit rates and skew ``[L, F]`` that ``fit`` compares."""
     K = trace.experts.shape[2]
     lags = [overlap(trace, m)["each"] for m in LAGS]
     hits = lru_hit_rate(trace)
@@ -173,10 +173,10 @@ def _features(trace):
 
 
 def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
-    """The parameters with which ``synthesize`` makes traces like this one.
+    """Find the parameters with which ``synthesize`` makes traces like this one.
 
-    Each round makes a trace whose layers are candidates, keeps for each given layer that with the
-    nearest ``_features``, and the next searches around it. Only decoded tokens count, if any are.
+    Each round makes a trace whose layers are candidates, and keeps for each given layer the nearest
+    by ``_features``. The next round searches around it. If tokens were decoded, only these count.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape
@@ -185,7 +185,7 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     want = _features(trace)
     values = np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128]
     grid = np.array(list(product(*values)))
-    # Lower, same, higher; the third parameter is multiplied.
+    # Steps: lower, same, higher; they multiply the third parameter.
     step = np.array(list(product((-1, 0, 1), (-1, 0, 1), (0.5, 1, 2))))
     width = np.array([0.25, 0.15, 0.0])  # twice the first step in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)

@@ -1,8 +1,8 @@
-"""What a token costs on a machine that is known by a few numbers, for a plan without a measurement.
+"""Compute what a token costs on a machine known by a few numbers, for plans without measurement.
 
 A decoded token goes once through the weights that it needs, so its arithmetic takes as long as the
-memory, or a CPU's cores, take to go through them. Each layer takes a time of its own beside that,
-and another one if some of its experts have to be read.
+memory, or a CPU's cores, need to go through these weights. Each layer takes a fixed time beside
+that, and a further time if some of its experts have to be read.
 """
 
 from dataclasses import dataclass
@@ -19,27 +19,27 @@ from .costs import Costs
 from .locality import Locality, synthesize
 from .pagecache import Replay
 
-# On a Mac: seconds of a layer, seconds more if it reads, and bytes copied from the page cache.
-# These are a typical published engine's, as ``data/recipes/published.py`` at 6fe0031 fitted them.
+# On a Mac: seconds of a layer, seconds more if it reads, bytes a second copied from the page cache.
+# They are a typical published engine's, as ``data/recipes/published.py`` at 6fe0031 fitted them.
 LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # The engine's reads of experts reach this share of the rate that an SSD is said to have
 # (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
 # On a CPU (data/results/cpu_costs_35b.json): bytes a second of weights that a core multiplies, and
-# of copies from the page cache; seconds of a layer, and more if it reads from disk or page cache.
+# of copies from the page cache; seconds of a layer, seconds more if it reads from disk or cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # A token of a prompt that a CPU computes at once takes this share of a decoded token's arithmetic
 # (data/results/cpu_prompt_35b.json).
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
-# The k-th most popular expert of a layer is chosen as often as ``k ** -ZIPF``, without regard to
-# the tokens before. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
+# The k-th most popular expert of a layer is chosen in proportion to ``k ** -ZIPF``, whatever the
+# tokens before chose. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
 ZIPF = 1.12
 # What the system and other programs keep, at most a quarter of the memory.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
 # GB/s of a Mac's memory, as Apple states them (M5 Ultra and M6: as others quote them); the larger
-# of two where a chip has two.
+# rate where a chip has two.
 CHIPS = {
     "A18 Pro": 60,
     "M1": 68, "M1 Pro": 200, "M1 Max": 400, "M1 Ultra": 800,
@@ -62,7 +62,7 @@ class Machine:
     layer_s: float  # seconds of a layer beside its weights
     wait_s: tuple[float, float]  # seconds more if a layer reads: from the SSD, from the page cache
     copy_bytes_per_s: float  # experts are read from the page cache at this rate
-    # A token in a prompt takes this share of a token's time for its weights; nan: unknown, 0 to 1.
+    # A prompt's token takes this share of a decoded token's time for weights; nan: unknown, 0 to 1.
     prompt_share: float = nan
     held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: the same
     is_mac: bool = False  # whether a GPU computes, in the same memory
@@ -93,7 +93,7 @@ class Machine:
         taken_nbytes: float,
         is_mac: bool = False,
     ):
-        """A machine from costs that were measured on it with the model of these facts."""
+        """Make a machine from costs that were measured on it with the model of ``facts``."""
         rate = min(MAX_BYTES_PER_S, facts.expert_nbytes / max(costs.expert_s, 1e-12))
 
         def layer_s(fixed_s):
@@ -131,7 +131,8 @@ class Machine:
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
-        Each ``prompt_tokens`` tokens read what slots did not keep, during the arithmetic or before.
+        Each ``prompt_tokens`` tokens read the experts that no slot kept, during the arithmetic or
+        before it.
         """
         step, facts = plan.prompt_tokens, plan.facts
         needed = [distinct(facts, min(step, tokens - i)) for i in range(0, tokens, step)]
@@ -142,7 +143,7 @@ class Machine:
         return max(reads_s, shares[0] * all_s), reads_s + shares[1] * all_s
 
     def reads_s(self, found: Replay) -> tuple[float, float, float]:
-        """Seconds of a replayed token's reads: of the SSD, of the page cache, waiting for both."""
+        """Divide a replayed token's seconds of reads: SSD, page cache, waiting for either."""
         reads_s = sum(found.parts_s[part] for part in ("copies", "disk", "hidden"))
         ssd_s = min(reads_s, found.read_per_token / self.disk_bytes_per_s)
         copies_s = min(reads_s - ssd_s, found.copied_per_token / self.copy_bytes_per_s)
@@ -151,8 +152,8 @@ class Machine:
     def costs(self, facts: ModelFacts, held_nbytes: float = 0.0) -> Costs:
         """The costs that a replay needs, for a model whose arrays take ``held_nbytes``.
 
-        A Mac that swaps drops what was used longest ago, which comes next: all takes ``CLIFF``
-        times as long.
+        A Mac that swaps drops what was used longest ago, which is needed next: everything takes
+        ``CLIFF`` times as long.
         """
         slow = CLIFF if self.swaps(held_nbytes) else 1
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
@@ -171,17 +172,17 @@ class Machine:
 
 
 def typical_trace(facts: ModelFacts, tokens: int) -> Trace:
-    """A trace of a model's shape that hits slots as often as published models do."""
+    """Make a trace of a model's shape that hits slots as often as published models do."""
     return _trace(*facts.shape, tokens)
 
 
-@lru_cache(maxsize=32)  # the same trace for every machine, so that its replays are found again
+@lru_cache(maxsize=32)  # the same trace for every machine, so that cached replays are used
 def _trace(L, K, E, tokens):
     return synthesize(Locality((ZIPF,), (0.0,), (1.0,)), tokens, L, E, K)
 
 
 def distinct(facts: ModelFacts, tokens: int) -> float:
-    """Different experts that so many tokens need in a layer, as ``typical_trace`` chooses them."""
+    """Estimate the distinct experts that ``tokens`` tokens of ``typical_trace`` need in a layer."""
     popular = np.arange(1, facts.num_experts + 1) ** -ZIPF
     low, high = 0.0, 1e9  # bounds of the factor with which one token needs K experts
     for _ in range(100):
@@ -192,5 +193,5 @@ def distinct(facts: ModelFacts, tokens: int) -> float:
 
 
 def taken_of(ram_nbytes: float) -> float:
-    """Bytes that the system and other programs usually take of a machine's memory."""
+    """Return the bytes that the system and other programs usually take of a machine's memory."""
     return min(SYSTEM_NBYTES, SYSTEM_SHARE * ram_nbytes)

@@ -1,4 +1,4 @@
-"""A trace replayed through two caches: slots, and the page cache below them (notebook 03)."""
+"""Replay a trace through two caches: slots, and the page cache below them (notebook 03)."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -52,10 +52,10 @@ def replay(
 ) -> Replay:
     """Replay a trace's decoded tokens through ``slots`` in each layer over a page cache.
 
-    ``memory_nbytes`` is for the process and its page cache (inf: no limit); ``other_nbytes`` of it
-    are the process's beside slots. A slot takes ``slot_nbytes`` (None: ``expert_nbytes``, as on
-    disk). The first ``skip`` tokens fill the empty caches and do not count. With policy ``none``
-    slots count as K. ``direct`` reads go past the page cache, which then holds nothing.
+    ``memory_nbytes`` is for the process and its page cache (inf: no limit); the process takes
+    ``other_nbytes`` of it beside slots. A slot takes ``slot_nbytes`` (None: ``expert_nbytes``, as
+    on disk). The first ``skip`` tokens fill the empty caches and do not count. Policy ``none``
+    counts as K slots. ``direct`` reads go past the page cache, which then holds nothing.
     """
     experts = trace.decode.experts
     T, L, K = experts.shape
@@ -112,15 +112,15 @@ def _missed(trace, slots, policy):
 
 
 def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 1) -> np.ndarray:
-    """Which reads an empty page cache of ``nbytes`` serves; a unit is one expert of one layer.
+    """Say which reads an empty page cache of ``nbytes`` serves; a unit is one expert of one layer.
 
-    It follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are only
-    read. A new page goes to the head of the inactive list. Read again there, it moves to the
-    active list. The tail of the inactive list is reclaimed. While the active list is longer than
-    the inactive one (3 times as long from 1 GiB on, sqrt(10 n) times from n GiB on), its tail moves
-    to the inactive list. A page that comes back within as many reclaims and activations as the
-    active list is long goes to the active list at once. Units come and go whole, where the kernel
-    reclaims page by page. ``units`` ``[N]`` are in the order of reading.
+    The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
+    only read. A new page goes to the head of the inactive list. If it is read again there, it moves
+    to the active list. The tail of the inactive list is reclaimed. While the active list is longer
+    than the inactive one (3 times as long from 1 GiB on, sqrt(10 n) times from n GiB on), its tail
+    moves to the inactive list. A page that is read again before as many reclaims and activations as
+    the active list is long goes to the active list at once. Whole units come and go here; the
+    kernel reclaims page by page. ``units`` ``[N]`` are in the order of reading.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)
@@ -132,8 +132,8 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
 
 
 def _missed_pages(units, capacity, ratio):
-    """The places of the units that Linux's two lists do not hold when they are read."""
-    # Each list has its units from its tail on, and whether each was referenced.
+    """Return the places of the units that Linux's two lists do not hold when these are read."""
+    # Each list maps its units, from its tail on, to whether they were referenced.
     inactive, active = OrderedDict(), OrderedDict()
     # Reclaims and activations so far, and how many there were when a unit was reclaimed.
     age, left, missed = 0, {}, []

@@ -1,4 +1,4 @@
-"""Experts divided over ranks, replayed from a routing: what each reads, and what a token takes.
+"""Replay a routing with experts divided over ranks: what each rank reads, what a token takes.
 
 The ranks compute one layer after another together, so a layer waits for the rank that reads most.
 """
@@ -18,10 +18,11 @@ def reads(
     ranks: int,
     shared: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
-    """How many experts each of N ranks reads for each token, ``[T, L, N]``, with the engine's LRU.
+    """Count the experts each of N ranks reads for each token, ``[T, L, N]``, with the engine's LRU.
 
-    ``owners`` ``[L, E]`` is the rank of each expert; None: the rank that reads least in a layer
-    reads what none holds. ``shared`` are each layer's experts that all ranks hold in ``slots``.
+    ``owners`` ``[L, E]`` is the rank of each expert; None: an expert that no rank holds is read by
+    the rank that reads least in the layer. ``shared`` are each layer's experts that all ranks hold
+    in ``slots``.
     """
     T, L, _ = experts.shape
     found = np.zeros((T, L, ranks), np.int64)
@@ -43,7 +44,7 @@ def reads(
 
 
 def _divided(needed, tables):
-    """Divide needed experts: each rank gets those that it holds, and its share of the others."""
+    """Divide needed experts: each rank gets those it holds, and its share of those none holds."""
     mine = [[e for e in needed if e in table.slot_of] for table in tables]
     held, misses = {e for own in mine for e in own}, [0] * len(tables)
     for e in needed:
@@ -55,7 +56,7 @@ def _divided(needed, tables):
 
 
 def waited(found: np.ndarray) -> tuple[float, float]:
-    """How many of a token's ``reads`` the ranks wait for, and how many if all read equally much."""
+    """Return how many reads a token waits for, and how many if all ranks read equally many."""
     return float(found.max(2).sum(1).mean()), float(found.mean(2).sum(1).mean())
 
 
