@@ -1,9 +1,9 @@
-"""Kernels, reads and a text of each mode on an emulated 64-bit ARM, without a machine that has one.
+"""Try kernels, reads and a text of each mode on an emulated 64-bit ARM processor.
 
     python data/recipes/arm.py FOLDER
 
-Needs Debian or Ubuntu with qemu-user-static. FOLDER gets an ARM Python of the same release and the
-newest packages for it (600 MB). An eighth of the tests is run; all takes ten minutes or more.
+Needs Debian or Ubuntu with qemu-user-static. FOLDER gets the ARM Python of the same release and the
+newest packages for it (600 MB). An eighth of the tests is run. A run takes ten minutes or more.
 """
 
 import subprocess
@@ -31,9 +31,9 @@ raise SystemExit(pytest.main(words, plugins=[Sampled()]))
 
 
 def emulated(folder: Path) -> list[str]:
-    """The command of an ARM Python that has moelab's packages; what is there already is kept."""
+    """Return the command of an ARM Python with moelab's packages; install only missing parts."""
     root, site, apt = (folder / name for name in ("root", "site", "apt"))
-    if not root.is_dir():  # apt's own folders stay as they are
+    if not root.is_dir():  # this system's apt folders stay as they are
         for part in ("lists/partial", "archives/partial"):
             (apt / part).mkdir(parents=True)
         (apt / "status").touch()
@@ -55,7 +55,7 @@ def emulated(folder: Path) -> list[str]:
             [sys.executable, "-m", "pip", "install", "-q", "--no-warn-conflicts", *words],
             check=True,
         )
-    # MLX would start a g++ of the wrong machine to compile; without one it does not.
+    # With g++ in PATH, MLX would compile for the wrong machine; without g++ it does not compile.
     values = {"PYTHONHOME": root / "usr", "PYTHONPATH": f"{site}:{ROOT}", "PATH": "/nothing"}
     values |= {"MOELAB_FAST": 1, "MOELAB_FUZZ": 10, "HF_HUB_OFFLINE": 1}
     given = (word for key, value in values.items() for word in ("-E", f"{key}={value}"))
@@ -63,7 +63,7 @@ def emulated(folder: Path) -> list[str]:
 
 
 def main(folder: str) -> bool:
-    """Print how many texts are this machine's, and the tests; returns whether all is well."""
+    """Print how many texts equal this machine's, run the tests, return whether all is well."""
     arm = emulated(Path(folder).absolute())
     here, there = (
         subprocess.run([*python, "-c", TEXTS], cwd=ROOT, check=True, capture_output=True, text=True)

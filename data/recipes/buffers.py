@@ -1,10 +1,10 @@
-"""A dense and an MoE model of the same size under MLX's settings of command buffers, on a GPU.
+"""Time a dense and an MoE model of one size under MLX's settings of command buffers, on a GPU.
 
     python data/recipes/buffers.py OUT.json                  a token's seconds, by setting
     python data/recipes/buffers.py OUT.json MODEL            operations in their layers and MODEL's
     python data/recipes/buffers.py OUT.json MODEL kernels    a token's seconds on the GPU, by kernel
 
-Notebook 10 reads the records. MLX reads these settings once, so each has a process of its own.
+Notebook 10 reads the records. MLX reads its settings once, so each setting has its own process.
 CUPTI counts the kernels, through ``torch.profiler``.
 """
 
@@ -48,9 +48,9 @@ KINDS = {  # kinds of kernels, by words in their names
 
 
 def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
-    """Two random 4-bit models, Qwen3 with an MLP of size K*F and Qwen3-MoE with K experts of F.
+    """Make random 4-bit models: Qwen3 with an MLP of size K*F, Qwen3-MoE with K experts of F.
 
-    For each token both compute as much and touch as many bytes.
+    For each token both compute equally much and touch equally many bytes.
     """
     mx.random.seed(0)
     size = {"hidden_size": D, "intermediate_size": K * F, "num_hidden_layers": layers}
@@ -76,7 +76,7 @@ def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
 
 
 def loop(model, tokens, hook=None):
-    """Decode greedily and time it, the next token scheduled before this one is read.
+    """Time greedy decoding in which the next token is scheduled before this one is read.
 
     ``hook(call, x, indices)`` is called in place of each layer's experts.
     """
@@ -95,7 +95,7 @@ def loop(model, tokens, hook=None):
 
 
 def here(tokens=48, rounds=10):
-    """The rows of this process, whose environment has a setting."""
+    """Time the models in this process, whose environment has a setting."""
     models = dense_and_moe()
     hooks = {AHEAD: None, ROUTING_READ: lambda call, x, i: (np.array(i), call(x, i))[1]}
     variants = {
@@ -114,7 +114,7 @@ def resident(path):
 
 
 def count(path):
-    """The operations of each layer of both models, and of a checkpoint, in MLX's graph."""
+    """Count the operations in MLX's graph of each layer, of both models and of a checkpoint."""
     models = dense_and_moe(layers=1) | {Path(path).name: resident(path)}
     rows = [
         {"variant": name, "layer": layer, "operations": sum(kinds.values())} | kinds
@@ -125,7 +125,7 @@ def count(path):
 
 
 def kernels(path, tokens=64, rounds=5):
-    """The GPU's seconds in a decoded token by kind of kernel, those of a short prompt included."""
+    """Measure a decoded token's GPU seconds by kind of kernel, a short prompt's included."""
     from torch.profiler import ProfilerActivity, profile
 
     model = resident(path)

@@ -1,12 +1,12 @@
-"""Real clients against the server of ``serve``, with a model whose answers are scripted.
+"""Run real clients against the server of ``serve``, with a model whose answers are scripted.
 
     python data/recipes/clients.py [codex] [ai-sdk] [langchain] [pydantic-ai] [aider]
 
 Each client is fetched by npm or pip into an environment of its own under build/clients. The model
 thinks, calls two tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read
-a file, change it and run a command, aider to change a file, the others to run the tool that is
-called, and to read objects of a schema, which the model tiny-moe writes. Prints a table: client,
-version, what it did; ends with 1 if one failed.
+a file, change it and run a command. aider has to change a file. The others have to run the called
+tool, and to read objects of a schema, which the model tiny-moe writes. Prints a table (client,
+version, what the client did) and exits with 1 if a client failed.
 """
 
 import json
@@ -26,7 +26,7 @@ from speaker import CALL, TEMPLATE, USAGE, Speaker, speaking  # noqa: E402
 from moelab.commands.server.ask import Part  # noqa: E402
 
 BUILD, LONG = ROOT / "build" / "clients", "done " * 2000
-TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # of those that have a tool f
+TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # for clients that have a tool f
 AI_SDK = """
 import { generateObject, generateText, streamText, tool, stepCountIs } from 'ai';
 import { createOpenAI } from '@ai-sdk/openai';
@@ -105,7 +105,7 @@ for kind in (Entry, NativeOutput(Entry)):
 
 
 class Scripted(Speaker):
-    """An engine that says one turn after the other, and is once silent before the last one."""
+    """An engine that says one turn after the other; it is silent once, before the last turn."""
 
     def __init__(self, turns):
         super().__init__()
@@ -121,7 +121,7 @@ class Scripted(Speaker):
 
 
 def ran(*command, **given):
-    """Run a command and return its lines; what it says on stderr is shown if it fails."""
+    """Run a command and return its lines; raise OSError with its output if it fails."""
     given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True} | given
     done = subprocess.run([*map(str, command)], timeout=900, **given)
     if done.returncode:
@@ -132,7 +132,7 @@ def ran(*command, **given):
 
 
 def of_npm(*packages):
-    """Install packages; returns their folder and the first one's version."""
+    """Install packages; return their folder and the first package's version."""
     folder = BUILD / packages[0].replace("/", "-")
     folder.mkdir(parents=True, exist_ok=True)
     ran("npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *packages)
@@ -141,7 +141,7 @@ def of_npm(*packages):
 
 
 def of_pip(*packages):
-    """Install packages; returns the folder of their commands and the first one's version."""
+    """Install packages; return the folder of their commands and the first package's version."""
     folder, name = BUILD / packages[0], packages[0].split("[")[0]
     ran(sys.executable, "-m", "venv", folder)
     ran(folder / "bin" / "pip", "install", "-q", *packages)
@@ -184,7 +184,7 @@ def ai_sdk():
 
 
 def asked(*command):
-    """What a program says that asks the scripted model, and one that writes objects."""
+    """Run a program with two servers, of the scripted model and tiny-moe; return its lines."""
     real = serving(*SLOTS, "--chat-template", TEMPLATE, "--log-level", "ERROR")
     with speaking(engine=Scripted(TURNS)) as url, real as server:
         return ran(*command, url, server.url)

@@ -1,8 +1,8 @@
-"""Bits per byte of a checkpoint on its held-out text, beside ``xz -9e``, and each expert's share.
+"""Compute a checkpoint's bits per byte on held-out text, beside ``xz -9e``, and experts' shares.
 
     python data/recipes/evaluate.py data/models/tiny-moe
 
-Each expert's share is that of the tokens that use it.
+An expert's share is the share of tokens that use the expert.
 """
 
 import lzma
@@ -19,7 +19,7 @@ WINDOW = 2048  # tokens; no context crosses a window
 
 
 def evaluate(path, texts):
-    """Bits per byte of ``texts``, and each expert's share of the tokens, [L, E].
+    """Compute bits per byte of ``texts``, and each expert's share of the tokens, [L, E].
 
     Each text is read from its own start.
     """

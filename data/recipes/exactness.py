@@ -1,8 +1,8 @@
-"""Passes of many lengths, streamed, against the resident model's, bit for bit.
+"""Compare streamed passes of many lengths with the resident model's, bit for bit.
 
     python data/recipes/exactness.py OUT.json MODEL stacked,fused SLOTS
 
-Made for a GPU, on which the number of rows decides which kernel MLX takes and so how it rounds.
+For a GPU, on which the number of rows decides which kernel MLX takes, and so how MLX rounds.
 """
 
 import random

@@ -3,10 +3,10 @@
     python data/recipes/notebooks.py                    # every notebook
     python data/recipes/notebooks.py 03_page_cache      # this one
 
-A figure becomes a picture, a widget its first figure with a line that says how to move its sliders,
-a drawing of docs/drawings an attached picture, which a copy of the notebook keeps.
-A notebook stays as it was if a cell fails. With MOELAB_FAST=1 the sizes are small, and what was
-made goes to build/notebooks. Needs kaleido, Pillow and Chromium.
+A figure becomes a picture. A widget becomes its first figure, with a line that says how to move its
+sliders. A drawing of docs/drawings becomes an attached picture, which a copy of the notebook keeps.
+A notebook stays as it was if a cell fails. With MOELAB_FAST=1 the sizes are small, and the
+notebooks go to build/notebooks. Needs kaleido, Pillow and Chromium.
 """
 
 import base64
@@ -26,15 +26,15 @@ from moelab.lab.plots import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 800  # CSS pixels
-# A path of the machine that ran the notebook, in JSON, which doubles a backslash: none is kept,
-# tests/test_docs.py says.
+# A path of the machine that ran the notebook, in JSON, which doubles a backslash.
+# tests/test_docs.py forbids such paths.
 MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\\\)")
 # plotly warns that options are ignored, since this script started kaleido's server, not plotly.
 warnings.filterwarnings("ignore", "The kopts argument")
 
 
 def png(figure, width, height=None):
-    """A figure of plotly as a small PNG file, in base64."""
+    """Draw a figure of plotly as a small PNG file, in base64."""
     made = go.Figure(figure).to_image("png", width=width, height=height, scale=1.5)
     drawn, file = Image.open(io.BytesIO(made)), io.BytesIO()
     # With 256 colours a file is a third as large.
@@ -43,7 +43,7 @@ def png(figure, width, height=None):
 
 
 def picture(figure):
-    """An output with the picture of a figure and its alternative text."""
+    """Make an output with the picture of a figure and its alternative text."""
     alt = figure["layout"]["meta"]["alt"]
     data = {"image/png": png({k: figure[k] for k in ("data", "layout")}, WIDTH), "text/plain": alt}
     told = {"image/png": {"alt": alt, "width": WIDTH}}
@@ -51,7 +51,7 @@ def picture(figure):
 
 
 def drawing(name):
-    """A drawing of docs/drawings as a picture: JupyterLab shows no SVG that is attached."""
+    """Turn a drawing of docs/drawings into a PNG, since JupyterLab shows no attached SVG."""
     file = ROOT / "docs/drawings" / f"{name}.svg"
     _, _, width, height = map(float, re.search('viewBox="([^"]*)"', file.read_text())[1].split())
     source = f"data:image/svg+xml;base64,{base64.b64encode(file.read_bytes()).decode()}"
@@ -62,14 +62,14 @@ def drawing(name):
 
 
 def embed(cell):
-    """Attaches the drawings of a Markdown cell to it."""
+    """Attach the drawings of a Markdown cell to the cell."""
     cell.source = re.sub(r"\(\.\./docs/drawings/(\w+)\.svg\)", r"(attachment:\1.png)", cell.source)
     for name in re.findall(r"\(attachment:(\w+)\.png\)", cell.source):
         cell.setdefault("attachments", {})[f"{name}.png"] = {"image/png": drawing(name)}
 
 
 def executed(source):
-    """Runs a notebook; its text with what GitHub can show, or an error and no text."""
+    """Run a notebook; return its text, as GitHub can show it, and an error; one is empty."""
     notebook, failed = pages.run(source)
     if failed:
         return "", failed
@@ -90,7 +90,7 @@ def executed(source):
 
 
 def main(*names):
-    """Runs the notebooks called ``names``, or every one; returns how many failed."""
+    """Run the notebooks called ``names``, or every one; return how many failed."""
     sources, failures = sorted((ROOT / "notebooks").glob("*.ipynb")), 0
     if unknown := {*names} - {source.stem for source in sources}:
         sys.exit(f"expected names of {', '.join(s.stem for s in sources)}, got {unknown}")

@@ -1,8 +1,8 @@
-"""What a pass over several positions costs, resident and streamed; notebook 07 does it on tiny-moe.
+"""Time passes over several positions, resident and streamed; notebook 07 does so on tiny-moe.
 
     python data/recipes/passes.py OUT.json MODEL SLOTS...
 
-On CUDA with moelab's kernel of the recurrence and with mlx-lm's loop over tokens.
+On CUDA, passes are timed with moelab's kernel of the recurrence and with mlx-lm's loop over tokens.
 """
 
 import sys
@@ -24,7 +24,7 @@ ROUNDS = 20
 
 
 def reader(model, ids, at):
-    """A function that times a pass over the text's next m tokens and takes back all but one."""
+    """Return a function that times a pass over a text's next tokens and takes back all but one."""
     kv = make_prompt_cache(model)
     mx.eval(model(mx.array([ids[:at]]), cache=kv), [c.state for c in kv])
     rollback = Rollback(model, kv)
@@ -38,7 +38,7 @@ def reader(model, ids, at):
         rollback.undo(positions - 1)
         rollback.commit()
         at += 1
-        both = stats(model)  # a pass over many positions counts as a prompt's
+        both = stats(model)  # a pass over many positions counts as prefill
         row = {
             name: getattr(both.decode, name) + getattr(both.prefill, name)
             for name in ("hits", "misses", "bytes_read", "wait_s")

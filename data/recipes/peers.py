@@ -1,24 +1,25 @@
-"""What people use instead of moelab: fetched from PyPI into build/peers, and run beside it.
+"""Run what people use instead of moelab beside it, fetched from PyPI into build/peers.
 
     python data/recipes/peers.py install            fetches and builds them (``make peers``)
     python data/recipes/peers.py same OUT.json      tiny-moe's greedy texts, written by each
     python data/recipes/peers.py against OUT.json MODEL TEXT RUNS [WORD ...]
 
 llama.cpp maps a GGUF file of the same weights into memory. mlx-vlm reads experts from a folder that
-it writes itself (``mlx_vlm.moe_offload``), and keeps those that it used last. Each peer runs in a
-process of its own, which alone imports it.
+it writes itself (``mlx_vlm.moe_offload``), and keeps the experts that it used last. Each peer runs
+in a process of its own, and no other process imports it.
 
-``against`` reads one text with each, in rounds of random order; the file is dropped from the page
-cache before each run. TEXT is a trace's file, whose tokens all read one by one, or lengths of
-prompts (``126,400,800``). A WORD is
+``against`` reads one text with each peer, in rounds of random order; the file is dropped from the
+page cache before each run. TEXT is a trace's file, whose tokens the peers read one by one, or
+lengths of prompts (``126,400,800``). A WORD is
 
 - a memory limit of the process in MB, page cache included (Linux). 0, the default, is none;
   ``1530-956`` falls by 200 MB a second while tokens are read;
 - a peer, with options behind slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
   ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
-  ``--n-cpu-moe`` does). Default: all that ``make peers`` installs;
-- ``prompt=16``: how many tokens of a trace's prompt are read, the last ones. Default: all;
-- ``warmup=32`` or ``tokens=32``: tokens behind it, read before the clock starts or timed.
+  ``--n-cpu-moe`` does). Default: every peer, moelab included;
+- ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
+- ``warmup=32`` or ``tokens=32``: tokens behind the prompt that are read before the clock starts, or
+  timed.
 
 Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
 library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both take the system's.
@@ -81,19 +82,19 @@ def install():
 
 
 def is_built(name):
-    """Whether a peer's packages are there in their versions; True for what comes with moelab."""
+    """Whether a peer's packages have their pinned versions; True for what comes with moelab."""
     pinned = (package.split("==") for package in PACKAGES.get(name, ()))
     found = importlib.metadata.distributions
     return all(v in [d.version for d in found(name=n, path=[str(WORK)])] for n, v in pinned)
 
 
 def built():
-    """The peers that can be run here."""
+    """Return the peers that can be run here."""
     return [name for name in NAMES if is_built(name)]
 
 
 def versions():
-    """The versions of all peers."""
+    """Return the versions of all peers."""
     pinned = [packages[0].split("==") for packages in PACKAGES.values()]
     return dict(pinned) | {MLX_LM: card()[MLX_LM]}
 
@@ -115,9 +116,9 @@ def way(text):
 
 
 def opened(peer, path, context, **options):
-    """Load a peer's model; returns a function that begins a text.
+    """Load a peer's model; return a function that begins a text.
 
-    What that returns reads further tokens and gives the logits [V] of the token after them.
+    This returns a function that reads further tokens and returns the next token's logits [V].
     ``path`` is a GGUF file, mlx-vlm's folder or the checkpoint. ``options`` are those of
     ``mlx_vlm.load``, of ``StreamConfig``, or llama.cpp's ``experts_on_cpu``.
     """
@@ -155,13 +156,13 @@ def _llama(path, context, experts_on_cpu=False):
     from llama_cpp import llama_cpp as c
     from llama_cpp._ggml import libggml
 
-    # llama.cpp may not copy weights into layouts for some instructions: with those for AMX it
+    # llama.cpp must not copy weights into layouts for special instructions: with AMX's layout it
     # crashed, and where memory is short the system can drop pages of the file, but no copies.
     model_params = c.llama_model_default_params()
     model_params.use_extra_bufts = False
     if experts_on_cpu:
         libggml.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
-        overrides = (_Override * 2)((EXPERTS, libggml.ggml_backend_cpu_buffer_type()))  # and an end
+        overrides = (_Override * 2)((EXPERTS, libggml.ggml_backend_cpu_buffer_type()))  # null-ended
         model_params.tensor_buft_overrides = ctypes.cast(overrides, ctypes.c_void_p)
     model = c.llama_model_load_from_file(path.encode(), model_params)
     if model is None:
@@ -207,8 +208,8 @@ def texts_here(peer, path, prompts, tokens):
 def sample_here(peer, path, ids, feed, warmup, tokens, limits, options):
     """Make one run of ``against`` in this (new) process and return its columns.
 
-    With two ``limits`` the memory limit falls from the first to the second, and the last
-    ``tokens`` after that are timed, too.
+    With two ``limits`` the memory limit falls from the first to the second, and then the last
+    ``tokens`` tokens are timed, too.
     """
     read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []
 
@@ -252,7 +253,7 @@ def same(prompts=20, tokens=100, length=64):
     """Compare greedy texts of tiny-moe by each peer with mlx-lm's.
 
     llama.cpp rounds activations to 8 bits, so its text parts from mlx-lm's where two tokens are
-    nearly as likely: ``gap`` is their distance in standard deviations of the logits.
+    almost equally likely: ``gap`` is their logits' distance in standard deviations.
     """
     path = DATA / "models" / "tiny-moe"
     texts, read = spaced_prompts(path, "code", length, prompts), files(path)
@@ -277,7 +278,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
     """Read the same text with each peer under each limit; a row is a run.
 
     ``text`` is a trace's file, or lengths of prompts. A limit has the bytes of a run's process,
-    page cache included, and then those that they fall to; none if empty.
+    page cache included, and perhaps the bytes to which these fall. An empty limit is none.
     """
     path = folder(path)
     if isinstance(text, str | Path):
@@ -300,7 +301,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
             options = {"slots": "auto"} | options
         elif peer == MLX_VLM and nbytes:
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
-            # The other half is for its buffers and the page cache.
+            # Half is for experts, the other half for buffers and the page cache.
             options = {"expert_cache_gb": max(0, nbytes - others) / 2e9}
         arguments = peer, str(file), *text, limits, options
         made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)
@@ -320,7 +321,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
 
 
 def files(path, names=tuple(PACKAGES)):
-    """The files that each peer reads for a checkpoint, written under ``build/peers`` if missing."""
+    """Return each peer's files of a checkpoint; write them under ``build/peers`` if missing."""
     if missing := [name for name in names if not is_built(name)]:
         raise OSError(f"{', '.join(missing)}: not under build/peers. Run make peers first.")
     out = WORK / "files" / path.name
@@ -334,7 +335,7 @@ def files(path, names=tuple(PACKAGES)):
 
 
 def _write_mlx_vlm(path, out):
-    """Write mlx-vlm's folder, whose other model_type stands for the model without vision tower."""
+    """Write mlx-vlm's folder, with the model_type of the model without a vision tower."""
     config = json.loads((path / "config.json").read_text())
     own = {"model_type": f"{config['model_type']}_text", "quantization": config["quantization"]}
     with tempfile.TemporaryDirectory(dir=out.parent) as temporary:

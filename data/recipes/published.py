@@ -1,4 +1,4 @@
-"""Speeds that others publish, and our own, against what the planner predicts.
+"""Compare speeds that others publish, and our own, with what the planner predicts.
 
     python data/recipes/published.py OUT.json
     python data/recipes/published.py OUT.json pairs    settings of one machine, and the one planned
@@ -7,15 +7,15 @@
 
 Nothing is measured: the records are computed.
 
-The rows are ``data/published.csv``'s. This was fixed before anything was fitted (by ``fit`` and
-``fit_zipf`` of this file at 6fe0031): which rows count (``why_not``), on which sources the
-planner's constants are fitted and on which it is judged (``side``), and how (``by_source``,
-``GOALS``).
+The rows are those of ``data/published.csv``. Before anything was fitted (by ``fit`` and
+``fit_zipf`` of this file at 6fe0031), three things were fixed: which rows count (``why_not``), on
+which sources the planner's constants are fitted and on which the planner is judged (``side``), and
+how it is judged (``by_source``, ``GOALS``).
 
 In the file ``verified`` is ``record read`` (the authors' dated records or benchmark pages),
-``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours); ``ssd_from``
-says whose the SSD's rate is, and ``contradicts`` names a row that says otherwise. Figures are their
-authors'; an empty field is not in the source.
+``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours). ``ssd_from``
+names the source of the SSD's rate, ``contradicts`` a row with another figure. Figures are those of
+the authors. If a field is empty, the source does not state it.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from moelab.shipped import shipped
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
-# The rows' names of models: ``moelab.plan``'s.
+# A model's name in the rows: its name in ``moelab.plan``.
 MODELS = {
     "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
     "Qwen3.6-35B-A3B": "qwen3.5-35b-a3b",
@@ -61,17 +61,17 @@ MODELS = {
     "OLMoE 7B": "olmoe-1b-7b",
 }
 MOST_CONTEXT = 8192  # tokens: with more, caches take much of a token's time
-# Other arithmetic than a streaming engine's, or answers that are not the model's.
+# Methods with other arithmetic than a streaming engine's, or with answers that are not the model's.
 OTHER_METHODS = ("serial", "TurboQuant", "skipped", "top-p", "mmap")
 OTHER_DEVICES = ("RTX", "Vulkan", "phone")
-# Cores of the computers that are no Macs; GB/s of chips that have two rates, by their memory.
+# Cores of computers that are not Macs; the lower GB/s of chips with two rates, by their memory.
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
 TOKENS = 400  # tokens of the trace; half of them fill the caches
 
 
 def rows():
-    """The table of published speeds, with the columns ``group``, ``side`` and ``why_not`` added."""
+    """Read the table of published speeds; add the columns ``group``, ``side`` and ``why_not``."""
     table = pd.read_csv(shipped("published.csv"), dtype=str, keep_default_na=False)
     numbers = ["ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "context"]
     for name in numbers:
@@ -86,14 +86,14 @@ def rows():
 
 
 def group(source):
-    """The group of sources that count as one with this source."""
+    """Return the group of sources in which this source counts."""
     if source.startswith("mlx-lm"):  # issues and pull requests of many authors
         return source
     return ONE_SOURCE.get(source) or re.split(r" (?:README|docs|PR|issue)", source)[0]
 
 
 def side(group):
-    """``fit`` or ``left out``, by a hash of the source's name alone."""
+    """Return ``fit`` or ``left out``, by a hash of the source's name alone."""
     return "left out" if hashlib.sha256(group.encode()).digest()[0] % 2 else "fit"
 
 
@@ -124,7 +124,7 @@ def why_not(row):
 
 
 def by_source(table):
-    """How far off the predictions are for each source, and with a speed of its engine known."""
+    """Say how far off each source's predictions are, also if its engine's speed were known."""
     ratio = table.predicted_tok_s / table.tok_s
     found = table.assign(ratio=ratio, factor=factor(ratio, 1)).groupby("group")
     return pd.DataFrame(
@@ -139,7 +139,7 @@ def by_source(table):
 
 
 def _corrected(ratio):
-    """The median factor of rows, each divided by the median ratio of the others."""
+    """Return the rows' median factor, each row's ratio divided by the other rows' median ratio."""
     others = [np.delete(ratio.to_numpy(), i) for i in range(len(ratio))]
     if len(others) < 2:
         return float("nan")
@@ -147,12 +147,12 @@ def _corrected(ratio):
 
 
 def factor(a, b):
-    """The larger of two speeds over the smaller."""
+    """Divide the larger of two speeds by the smaller."""
     return np.exp(abs(np.log(a / b)))
 
 
 def reached(sources, column="factor"):
-    """What ``GOALS`` ask for, computed from the sources that the fit left out."""
+    """Compute what ``GOALS`` ask for from the sources that the fit left out."""
     off = sources[sources.side == "left out"][column]
     return {
         "median": float(off.median()),
@@ -162,7 +162,7 @@ def reached(sources, column="factor"):
 
 
 def machine_of(row):
-    """The machine that a row was measured on."""
+    """Return the machine that a row was measured on."""
     ram, disk = row.ram_gb * 1e9, (row.ssd_gb_s if row.ssd_gb_s == row.ssd_gb_s else 1.0) * 1e9
     # A machine's name may say its cores and its memory's rate: "Epyc (64 cores, 205 GB/s)".
     cores, rate = (re.search(rf"([\d.]+) {unit}", row.machine) for unit in ("cores", "GB/s"))
@@ -182,7 +182,7 @@ def plan_of(row):
 
 
 def _held(row, plan):
-    """Experts of each layer that a row says it holds."""
+    """Return how many experts of each layer a row says it holds."""
     if row.slots_or_cache == "all" or row.hit_rate == 1:
         return plan.num_experts
     if row.held_gb == row.held_gb:
@@ -200,7 +200,7 @@ def predict(row):
     slots, policy = (held, "lru") if held >= K else (K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else plan.other_nbytes + held * one
     costs = machine.costs(facts, arrays)
-    # Take a source's word for the experts it holds: the page cache has the rest, or nothing.
+    # A source's experts in slots are believed; the page cache gets the memory that is left, if any.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
         typical_trace(facts, TOKENS),
@@ -215,7 +215,7 @@ def predict(row):
 
 
 def predicted():
-    """The rows that count, with their predictions."""
+    """Return the rows that count, with their predictions."""
     table = rows()
     table = table[table.why_not == ""]
     found = [predict(row) for _, row in table.iterrows()]
@@ -234,11 +234,11 @@ SAME += ["prompt_tokens", "context"]
 
 
 def settings(groups=None):
-    """Settings that one source measured with the same machine, model and method: a row for each.
+    """Tabulate settings that one source measured with the same machine, model and method.
 
-    ``groups`` are those of the sources (None: all). ``best_over`` is the speed of the fastest over
-    this one's. ``planned`` is the one nearest to the plan's slots, ``planned_before`` to those of a
-    plan that fills half of a Mac; neither is any if the plan says that the model does not fit.
+    ``groups`` are those of the sources (None: all). ``best_over`` is the fastest setting's speed
+    over this one's. ``planned`` marks the setting nearest to the plan's slots, ``planned_before``
+    the one nearest to a plan that fills half of a Mac. A plan that does not fit marks no setting.
     """
     table = rows()
     known = table.machine.str.split(" (", regex=False).str[0].isin(CHIPS)
@@ -269,12 +269,12 @@ def settings(groups=None):
 
 
 def half(ram_gb):
-    """What a plan filled of a Mac before it weighed the risk: half of its memory."""
+    """Return what plans filled of a Mac before they weighed the risk: half of its memory."""
     return Most(*3 * (ram_gb * 1e9 / 2,))
 
 
 def slots_of(row, most):
-    """The slots of a plan for a row's model; 0 if it does not fit."""
+    """Return the slots of a plan for a row's model; 0 if the model does not fit."""
     try:
         return named(MODELS[row.model], most, int(row.bits[0])).slots
     except ValueError:
@@ -282,7 +282,7 @@ def slots_of(row, most):
 
 
 def by_group(table):
-    """Of ``settings``: what share of pairs is ordered rightly, and what the plan's choice costs."""
+    """Count the pairs of ``settings`` that are ordered rightly, and what the plan's choice costs."""
     found = []
     for (source, side, *_), part in table.groupby(["group", "side", "set"], sort=False):
         right = [
@@ -302,7 +302,7 @@ PLANNED = "gpt-oss-20b", "qwen3.5-35b-a3b", "gpt-oss-120b", "qwen3.5-122b-a10b"
 
 
 def macs():
-    """Slots and speeds of plans for Macs."""
+    """Tabulate slots and speeds of plans for Macs."""
     found = []
     for (ram, chip, ssd), name in product(MACS, PLANNED):
         machine = Machine.mac(ram * 2**30, ssd * 1e9, CHIPS[chip] * 1e9)
@@ -314,7 +314,7 @@ def macs():
 
 
 def pairs():
-    """``settings``, and in words what ``by_group`` says of them."""
+    """Return in words what ``by_group`` says of ``settings``, and these."""
     table = settings()
     found = by_group(table)
     costs = found.melt("side", ["planned", "planned_before"], "plan", "best over planned")
@@ -325,7 +325,7 @@ def pairs():
 
 
 def speeds():
-    """The rows that count with their predictions, and in words how far off these are."""
+    """Return in words how far off the predictions are, and the rows that count with them."""
     table = predicted()
     sources = by_source(table)
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
@@ -348,7 +348,7 @@ FULL_VOCABULARY = 248_320
 
 
 def own():
-    """Speeds of our own, beside those that follow from costs measured on the same machine."""
+    """Tabulate our own speeds beside those that follow from costs of the same machine."""
     rows = []
     for where, costs, speeds, layers in OWN:
         plan, found = page_cache.machine_and_model(records.read(costs))
@@ -372,7 +372,7 @@ def main(out, what="speeds"):
     running = records.Running("published", settings)
     found = {"speeds": speeds, "pairs": pairs, "macs": macs, "own": own}[what]()
     text, table = found if isinstance(found, tuple) else (found.round(2).to_string(), found)
-    load = running.record([])["load"]  # no other process disturbs what is computed
+    load = running.record([])["load"]  # other processes do not disturb a computed table
     records.print_and_save(text, running.table(table.to_dict("records"), load=load), out)
 
 

@@ -1,9 +1,9 @@
-"""Make ``data/traces/published``: what three published models routed to, as BigMoeOnEdge recorded.
+"""Make ``data/traces/published``: the routing of three models, as BigMoeOnEdge recorded it.
 
     git clone https://github.com/Helldez/BigMoeOnEdge
     python data/recipes/published_traces.py BigMoeOnEdge
 
-Reads the files of one commit of that clone (a bare one will do). See the folder's README.
+Reads the files of one commit of that clone (a bare clone will do). See the README of the traces.
 """
 
 import csv
@@ -18,7 +18,7 @@ from moelab import DATA, Trace
 COMMIT = "2d4f2b11db128cbe32da738ce114c0479542f458"
 FOLDER = "docs/bench-data/2026-07-15-route-trace"
 PROMPT = "Explain how a mixture-of-experts model decides which experts handle each token."
-# The file made, that of the source, and the model with its own top-k in place of the recorded one.
+# The file made: the source's file, and the model with the recorded top-k in place of its own.
 TRACES = {
     "qwen3-30b-a3b": ("qwen", "Qwen3-30B-A3B-Q4_K_M, top-6 in place of 8"),
     "gemma-4-26b-a4b": ("gemma", "gemma-4-26B-A4B-it-Q4_K_M, top-6 in place of 8"),
@@ -27,12 +27,12 @@ TRACES = {
 
 
 def committed(clone, path) -> str:
-    """The text of a file of the commit."""
+    """Read a file of the commit."""
     return subprocess.check_output(["git", "-C", clone, "show", f"{COMMIT}:{path}"], text=True)
 
 
 def decoded(text) -> tuple[np.ndarray, int]:
-    """The experts ``[T, L, K]`` of a route trace's decoded tokens in the router's order, and E."""
+    """Parse a route trace: decoded tokens' experts ``[T, L, K]``, in the router's order, and E."""
     about = next(line for line in text.splitlines() if line.startswith("# model="))
     sizes = dict(word.split("=") for word in about.split() if word.count("=") == 1)
     L, E, K = (int(sizes[name]) for name in ("n_layer", "n_expert", "n_expert_used"))

@@ -1,4 +1,4 @@
-"""The README's blocks of numbers, made of the records: ``make numbers`` writes them anew."""
+"""Make the README's blocks of numbers from the records; ``make numbers`` writes them anew."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ PROGRAMS = ("moelab", "llama.cpp", "mlx-vlm", "mlx-lm")
 
 
 def speed(name, variant):
-    """A variant's median tok/s; ``killed`` where the system ended it."""
+    """Write a variant's median tok/s; ``killed`` where the system ended the variant."""
     found = values(read(name), variant, "tok_s")
     if found.empty:
         return "killed"
@@ -20,12 +20,12 @@ def speed(name, variant):
 
 
 def times(name, slow, fast, form=".2g"):
-    """How many times as fast one variant decodes as another, by round."""
+    """Write how many times as fast ``fast`` decodes as ``slow``, by round."""
     return m(paired(read(name), slow, fast), form)
 
 
 def against(memories):
-    """A table with the speed of each program in each memory: a record, and how it says it."""
+    """Tabulate each program's speed; ``memories`` maps a memory to a record and its limit there."""
     return table(
         ["memory", *PROGRAMS],
         *(
@@ -36,12 +36,12 @@ def against(memories):
 
 
 def table(head, *rows):
-    """Rows of cells in Markdown."""
+    """Write rows of cells in Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
 
 
 def planned():
-    """The block of plans for Macs."""
+    """Write the block of plans for Macs."""
     plans = read("cpu_planned_macs")
     macs = plans.variant.unique()
 
@@ -62,7 +62,7 @@ In brackets: the share of the experts that is in memory. The speeds are likely w
 
 
 def numbers():
-    """The block of what was measured."""
+    """Write the block of what was measured."""
     full, half, host = "cpu_against_35b_full", "cpu_slots_956", "cuda_host_routed_35b"
     auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
     all_layers = {f"{gb} GB": (full, f"{gb}000 MB") for gb in (4, 8, 15)}
@@ -130,7 +130,7 @@ What decides it, for these four layers and, last, `tiny-moe`:
 
 
 def filled(text):
-    """The README with fresh blocks."""
+    """Fill the README with fresh blocks."""
     made = iter((planned(), numbers()))
     return re.sub(f"(?s){BEGIN}.*?{END}", lambda _: BEGIN + next(made) + END, text)
 

@@ -1,11 +1,11 @@
-"""Whole experts read cold through the engine's reader, against fio on the same file.
+"""Time cold reads of whole experts by the engine's reader, against fio on the same file.
 
     python data/recipes/reads.py OUT.json MODEL DEPTHS MEGABYTES ROUNDS
 
-DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. All parts of
-an expert are read, parts that lie together in one read, as streaming reads them, and eight experts
-in a call, as a layer asks for them. fio, if it is there, reads with the same sizes and depth and
-never waits: each thread reads one block at a time, past the page cache, rounded to pages.
+DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. As in
+streaming, all parts of an expert are read, adjacent parts are one read, and a call reads eight
+experts. If fio is installed, it reads with the same sizes and depth and never waits: each of its
+threads reads one block at a time, past the page cache, rounded to pages.
 """
 
 import json
@@ -51,7 +51,7 @@ def bench_reads(path, depths, nbytes, rounds):
 
 
 def _experts_of_largest_file(path):
-    """The largest file with experts, and what is read of each layer's experts in it."""
+    """Return the largest file with experts, and what is read of each layer's experts in it."""
     layers = expert_ranges(ModelFacts.of(path, StreamConfig()).located)
     file = max({t.files[0] for of in layers for t, _ in of}, key=lambda f: f.stat().st_size)
     here = ([(t, n) for t, n in of if t.files[0] == file] for of in layers)
@@ -59,13 +59,13 @@ def _experts_of_largest_file(path):
 
 
 def _read_experts(file, layers, depth, nbytes, order):
-    """Bytes per second of distinct experts in random order."""
+    """Measure bytes per second of distinct experts in random order."""
     places = [(of, e) for of in layers for e in range(len(of[0][0].offsets))]
     order.shuffle(places)
     one = max(sum(n for _, n in of) for of in layers)
     places = places[: max(A_CALL, nbytes // one)]
     memory = memory_for(layers, A_CALL)
-    memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # it is there before the clock starts
+    memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # paged in before the clock starts
     reader = Reader(depth)
     try:
         reader.open(file)
@@ -81,11 +81,11 @@ def _read_experts(file, layers, depth, nbytes, order):
 
 
 def _fio(fio, file, pieces, depth, nbytes, seed):
-    """Bytes per second of fio's random reads of these sizes, ``depth`` threads of one read each."""
+    """Run fio's random reads of these sizes in ``depth`` threads; return bytes per second."""
     sizes = [-(-n // PAGE_NBYTES) * PAGE_NBYTES for _, n in pieces]
     split = {s: 100 * sizes.count(s) // len(sizes) for s in sorted(set(sizes))}
     split[max(split)] += 100 - sum(split.values())
-    # Each thread has its own part, so that none finds another's blocks in the page cache.
+    # Each thread has its own part of the file, so that no thread reads another's blocks again.
     part = file.stat().st_size // depth // max(sizes) * max(sizes)
     options = {
         "filename": file.resolve(),
@@ -106,8 +106,8 @@ def _fio(fio, file, pieces, depth, nbytes, seed):
     command = [fio, "--name=moelab", "--readonly", "--thread", "--group_reporting"]
     command += [f"--{name}={value}" for name, value in options.items()]
     if len(split) > 1:
-        # With one size fio can read every block once, as we do. With several it may read a block
-        # again, from the page cache.
+        # With one size fio can read every block once, as we do. With several sizes it may read a
+        # block again.
         command += [f"--blockalign={PAGE_NBYTES}", "--norandommap"]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     return float(json.loads(said[said.index("{") :])["jobs"][0]["read"]["bw_bytes"])

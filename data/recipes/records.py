@@ -4,11 +4,12 @@
     python data/recipes/records.py ladder prompts    measures two of them
     python data/recipes/records.py cpu_ladder_35b    measures one record
 
-The header of a record says ``what`` it shows, its ``part``, and what made it: ``make`` is a command
-(``{out}`` is the file, other words in braces are checkpoints, made once under build/records).
-A ``notebook`` measures it in a cell: ``records.save("build/records/NAME.json", table)`` there,
-then name the record here. One with neither was made by an earlier version. A new record is a file
-with these words, ``"settings": {}`` and ``"rows": []``.
+The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
+command (``{out}`` is the file, other words in braces are checkpoints, made once under
+build/records). ``notebook`` measures the record in a cell: save it there with
+``records.save("build/records/NAME.json", table)``, then name the record here. A record with neither
+was made by an earlier version. A new record is a file with these words, ``"settings": {}`` and
+``"rows": []``.
 """
 
 import os
@@ -22,7 +23,7 @@ from moelab.lab import records
 from moelab.lab.machine import card
 
 RESULTS, WORK = DATA / "results", DATA.parent / "build" / "records"
-WORDS = ("what", "part", "make", "notebook")  # of a header: a new record takes them over
+WORDS = ("what", "part", "make", "notebook")  # of a header: a record made anew keeps them
 CHECKPOINTS = {
     "tiny": "models/tiny-moe",
     "dflash": "models/tiny-dflash",
@@ -35,7 +36,7 @@ CHECKPOINTS = {
     "q35_full": "synthesize --like qwen3.5-35b-a3b --vocab 248320 --routing {code}",
     "q35_routed_packed": "repack {q35_routed}",
 }
-SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # of several rows a round
+SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # tell rows of a round apart
 MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits")  # compared columns end like this
 
 
@@ -52,14 +53,14 @@ class Places(dict):
 
 
 def run(command):
-    """Run a command of a record; a failure is an ``OSError``, unless it found other tokens."""
+    """Run a record's command; raise OSError if it fails, but not if it found other tokens."""
     done = subprocess.run([sys.executable, *command.split()[1:]], cwd=DATA.parent)
     if done.returncode not in (0, 3):
         raise OSError(f"{command}: exit status {done.returncode}")
 
 
 def measured(name, header):
-    """The file of a new record, measured now or in a notebook; None if there is none."""
+    """Return the file of a new record, measured now or in a notebook; None if there is none."""
     new = WORK / f"{name}.json"
     if "make" in header:
         run(header["make"].format_map(Places(out=new)))
@@ -73,7 +74,7 @@ def measured(name, header):
 
 
 def changes(old, new):
-    """Lines on the medians whose intervals lie apart in two records, then how many of all do."""
+    """Write a line for each median whose intervals in two records lie apart, then their number."""
     found, both, was = [], 0, groups(old)
     for key, samples in groups(new).items():
         if key in was:
@@ -86,11 +87,11 @@ def changes(old, new):
 
 
 def groups(samples):
-    """The samples of each measured column, by variant and settings."""
+    """Return the samples of each measured column, by variant and settings."""
     alive, by = samples[~samples.killed], ["variant"]
     if "round" not in alive or alive.duplicated(["variant", "round"]).any():
         by += [c for c in SETTINGS if c in alive]
-    elif "prompt_tokens" in alive and alive.prompt_tokens.nunique() <= 3:  # as they were asked for
+    elif "prompt_tokens" in alive and alive.prompt_tokens.nunique() <= 3:  # the requested lengths
         by += ["prompt_tokens"]
     names = [c for c in alive.select_dtypes("number") if c.endswith(MEASURED)]
     parts = alive.groupby(by, sort=False, dropna=False)
@@ -99,7 +100,7 @@ def groups(samples):
 
 
 def main(*names):
-    """Measure parts or records; the exit status is 1 if a run was disturbed, and is not kept."""
+    """Measure parts or records; keep no disturbed run, and return 1 if there was one."""
     headers = {p.stem: read_json(p) for p in sorted(RESULTS.glob("*.json"))}
     parts = {}
     for name, header in headers.items():

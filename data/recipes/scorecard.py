@@ -1,4 +1,4 @@
-"""``docs/scorecard.md``: each claim with its verdict, made of the records; ``make numbers``."""
+"""Make ``docs/scorecard.md`` (``make numbers``): each claim, with its verdict from the records."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from moelab.lab import claims
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/scorecard.md"
-# Where a source is, by the words that name it: the first that are found.
+# A source's address by words in its name; the first words that are found count.
 SOURCES = {
     "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
     "dflash issue 91": "z-lab/dflash/issues/91",
@@ -47,25 +47,25 @@ here; each regime says so. A verdict holds for these regimes, not for all machin
 
 
 def table(heads, rows):
-    """A table of Markdown."""
+    """Write a table in Markdown."""
     rows = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
 
 
 def linked(source):
-    """A source with its address, if it has one."""
+    """Write a source as a link, if its address is known."""
     found = next((at for words, at in SOURCES.items() if words in source), "")
     return f"[{source}](https://github.com/{found})" if found else source
 
 
 def notebooks(numbers):
-    """Links to notebooks by their numbers: ``02, 05``."""
+    """Write links to notebooks given by their numbers: ``02, 05``."""
     files = {path.name[:2]: path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
     return re.sub(r"\d\d", lambda n: f"[{n[0]}](../notebooks/{files[n[0]]})", numbers)
 
 
 def page():
-    """The page's text."""
+    """Write the page's text."""
     card, regimes = claims.scorecard(), claims.regimes()
     counts = card.verdict.value_counts().reindex(claims.VERDICTS).dropna().astype(int)
     why = {c["id"]: c.get("why", {}) for c in claims.read()}

@@ -2,12 +2,12 @@
 
     python data/recipes/swap.py OUT.json MODEL LIMIT TAKEN SECONDS ROUNDS
 
-``LIMIT`` and ``TAKEN`` are bytes. Each round starts the model with and without the watch, in a
-cgroup that may swap to a file. After a tenth of the time another program in the group takes
-``TAKEN`` bytes in ten steps, in half of the time, and locks them: they are not swapped.
+``LIMIT`` and ``TAKEN`` are bytes. Each round starts the model with and without the watch on swap,
+in a cgroup that may swap to a file. After a tenth of the time another program in the group takes
+``TAKEN`` bytes in ten steps, over half of the time, and locks them, so that they are not swapped.
 
-The model does not see the group's limit, as in a container whose pod has it. So its figures of free
-memory look fine while it is swapped, as a Mac's do. It takes root.
+The model does not see the group's limit, as in a container whose pod has the limit. So its figures
+of free memory look fine while the model is swapped, as on a Mac. This script needs root.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ class NoSwap(OSError):
 
 @contextmanager
 def swapping(nbytes, swap_nbytes):
-    """A cgroup (``limit.Prepared``) with ``nbytes`` of memory that swaps to a file of its own."""
+    """Make a cgroup (``limit.Prepared``) of ``nbytes`` memory that swaps to a file of its own."""
     with TemporaryDirectory(prefix="moelab-swap-") as here:
         file = Path(here, "swap")
         try:
@@ -65,13 +65,13 @@ def swapping(nbytes, swap_nbytes):
                 swaps.write_text("60" if prepared.how == limit.V1 else "max")
                 yield prepared
         finally:  # also after Ctrl-C; a file that is still swapped to cannot be deleted
-            with suppress(OSError):  # there is no swapoff
+            with suppress(OSError):  # this system has no swapoff
                 subprocess.run(["swapoff", file], capture_output=True)
 
 
 @contextmanager
 def started(prepared, *words, hidden=False):
-    """Start this file with some words in a cgroup, whose limit may be hidden from it."""
+    """Start this script with some words in a cgroup, whose limit ``hidden`` hides from it."""
 
     def before_exec():
         prepared.before_exec()
@@ -89,7 +89,7 @@ def started(prepared, *words, hidden=False):
 
 
 def swapped_nbytes():
-    """The bytes of this process that are in swap."""
+    """Return how many bytes of this process are in swap."""
     return int(Path("/proc/self/status").read_text().partition("VmSwap:")[2].split()[0]) * 1024
 
 
@@ -121,7 +121,7 @@ def decode(path, variant, seconds, row_s, pause_s=0.0):
 
 
 def take(nbytes):
-    """Take so many bytes for each line that is read, which cannot be swapped, until it is ended."""
+    """Take and lock ``nbytes`` of memory for each line of stdin, until the process is killed."""
     held, libc = [], ctypes.CDLL(None)
     while sys.stdin.readline():
         held.append(np.ones(nbytes, np.uint8))
@@ -130,7 +130,7 @@ def take(nbytes):
 
 
 def rows_of(prepared, path, variant, taken, seconds):
-    """The rows of one variant, in processes of its own."""
+    """Run one variant in processes of its own; return its rows."""
     rows, asked = [], 0
     with (
         started(prepared, "decode", path, variant, seconds, 1.0, hidden=True) as model,

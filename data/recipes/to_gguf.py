@@ -1,9 +1,9 @@
-"""A checkpoint of mlx-lm's ``qwen3_5_moe`` as GGUF, the same weights, for llama.cpp.
+"""Write a checkpoint of mlx-lm's ``qwen3_5_moe`` as GGUF, with the same weights, for llama.cpp.
 
     python data/recipes/to_gguf.py MODEL OUT.gguf
 
-MLX's 4-bit groups of 64 weights become two ``Q4_1`` blocks of 32 with the same codes; their scale
-and bias are rounded to float16. Other weights become float32; those of 8 bits are dequantized.
+Each of MLX's 4-bit groups of 64 weights becomes two ``Q4_1`` blocks of 32 with the same codes; its
+scale and bias are rounded to float16. Other weights become float32; 8-bit ones are dequantized.
 """
 
 import json
@@ -89,7 +89,7 @@ def write(path, out):
 
 
 def _fields(config, name):
-    """Names of ``GGUFWriter``'s ``add_`` methods, and their arguments."""
+    """Map the names of ``GGUFWriter``'s ``add_`` methods to their arguments."""
     t = config["text_config"]
     rope, values = t["rope_parameters"], t["linear_num_value_heads"]
     rotated = int(t["head_dim"] * rope["partial_rotary_factor"])
@@ -105,7 +105,7 @@ def _fields(config, name):
 
 
 def _tensors(path, config):
-    """All tensors by llama.cpp's names, not evaluated: uint8 blocks of ``Q4_1``, or float32."""
+    """Map llama.cpp's names to tensors, not evaluated: uint8 blocks of ``Q4_1``, or float32."""
     stored = {}
     for file in sorted(path.glob("model*.safetensors")):
         stored |= mx.load(str(file))

@@ -1,4 +1,4 @@
-"""Make ``data/traces``: what tiny-moe routes to while it reads held-out text, and while it writes.
+"""Make ``data/traces``: tiny-moe's routing while it reads held-out text, and while it writes.
 
     python data/recipes/traces.py
 
@@ -30,16 +30,16 @@ SEED, TEMPERATURE = 0, 0.8  # of the sampled trace
 
 
 def texts(model_path) -> dict[str, str]:
-    """The held-out text of each kind, from the character where it begins."""
+    """Read the held-out text of each kind, from the character where the text begins."""
     files = heldout_files(Path(model_path) / "heldout")
     return {kind: files[name][start:] for kind, (name, start) in TEXTS.items()}
 
 
 def record(model, tokenizer, text, name, tokens=DECODE, sampled=False) -> moelab.Trace:
-    """The routing of a text's first ``PROMPT`` tokens, and of ``tokens`` after it, one at a time.
+    """Record the routing of a text's first ``PROMPT`` tokens and, one at a time, ``tokens`` more.
 
-    Those are the text's own, which is what a model that wrote this text would route to, or, if
-    ``sampled``, what the model writes.
+    The latter are the text's own, as if the model wrote this text, or, if ``sampled``, those that
+    the model writes.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt, seed = mx.array(ids[:PROMPT]), SEED if sampled else None
@@ -47,7 +47,7 @@ def record(model, tokenizer, text, name, tokens=DECODE, sampled=False) -> moelab
         if sampled:
             mx.random.seed(SEED)
             sampler = make_sampler(TEMPERATURE)
-            # One more, because the last token sampled does not go in.
+            # One more, because the model does not read the last sampled token.
             for _ in generate_step(prompt, model, max_tokens=tokens + 1, sampler=sampler):
                 pass
         else:

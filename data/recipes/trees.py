@@ -1,17 +1,17 @@
-"""How fast are checkouts of moelab, models and options beside each other? All run in turn.
+"""Compare the speed of checkouts of moelab, of models and of options, which run in turn.
 
     python data/recipes/trees.py [--rounds 9] [--limit MB] [--first 8] [--warm 20] [--tokens 80]
         [--prompts [126,400]] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
 TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
 ``StreamConfig``. A round runs all ways in random order, each in a new process. Under a limit
-(memory of the process and its page cache) the model's pages are dropped from the cache before it.
-Medians and quartiles are printed, and those of each way's figures over the first way's, by round.
+(memory of the process and its page cache) the model's pages are dropped from the cache before each
+run. Medians and quartiles are printed, of each way's figures and of these over the first way's.
 
-A run reads a prompt, then a recorded text token by token: the same work for all, and all must
-choose the same tokens. The first ``--warm`` are not timed. The warm-up round records for
-``prefetch=oracle``. ``right=87,found=59`` spoils a router that is always right: 59 of 100 needed
-experts that no slot has are named, and 87 of 100 named ones are needed.
+A run reads a prompt, then a recorded text token by token. All ways do the same work, and must
+choose the same tokens. The first ``--warm`` tokens are not timed. The warm-up round records a trace
+for ``prefetch=oracle``. ``right=87,found=59`` spoils a router that is always right: of 100 needed
+experts without a slot 59 are named, and of 100 named experts 87 are needed.
 """
 
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(model_path, options, file, first, warm, tokens, prompts, record, **_):
-    """What a run in this process's tree took, in seconds unless the name says otherwise."""
+    """Time a run in this process's tree, in seconds unless a figure's name says otherwise."""
     begin = time.perf_counter()
     import mlx.core as mx
     import numpy as np
@@ -65,7 +65,7 @@ def measure(model_path, options, file, first, warm, tokens, prompts, record, **_
     row |= {"MB": did.bytes_read / tokens / 1e6, "wait": did.wait_s / tokens}
     if used := did.prefetch_used:
         row |= {"right": used / did.prefetch_issued, "found": used / (used + did.misses)}
-    elif did.read_s:  # where guesses are read, it has the seconds of what was waited for
+    elif did.read_s:  # if guesses are read, ``read_s`` has only the awaited reads
         row["GB/s"] = did.bytes_read / did.read_s / 1e9
     for n in prompts:
         row[f"prompt of {n}"] = min(took(0, n, make_prompt_cache(model)) for _ in "12")
@@ -74,7 +74,7 @@ def measure(model_path, options, file, first, warm, tokens, prompts, record, **_
 
 
 def spoil(right, found):
-    """Change what a router that is always right names (see the top of this file)."""
+    """Spoil the experts named by a router that is always right (see the top of this file)."""
     from moelab.streaming.prefetch import Router
 
     choose, rng = Router.choose, random.Random(0)
@@ -86,14 +86,14 @@ def spoil(right, found):
         for at in product(range(len(p)), range(experts.session.top_k if others else 0)):
             if likely[at] not in held and (drawn := rng.random()) >= found:
                 changed[at] = rng.choice(others)
-                p[at] = p[at] if drawn < found / right else -1  # then it is not named
+                p[at] = p[at] if drawn < found / right else -1  # -1: it is not named
         return choose(self, layer, changed, p)[0], likely.ravel().tolist()
 
     Router.choose = spoilt
 
 
 def way(words, args):
-    """The name of a way, and what gives a round's row of it from a new process."""
+    """Return a way's name, and a function that runs it in a new process and returns the row."""
     from moelab.lab import limit, oscache  # not in the child: its tree may lack them
 
     name, tree, model, *words = words.replace("=", ",", 1).split(",")

@@ -1,9 +1,10 @@
-"""Text for the models in ``data/models``: Python packages under permissive licences.
+"""Make the text for the models in ``data/models``, of Python packages with permissive licences.
 
     python data/recipes/training/corpus.py build/corpus/site build/corpus
 
-The first folder is what pip made of ``corpus_packages.txt``. Cleans, splits and tokenizes it, and
-writes ``tokenizer/``, ``train.npy``, ``valid.npy`` (uint16 ids), ``heldout/``, ``manifest.json``.
+pip filled the first folder from ``corpus_packages.txt``. Its text is cleaned, split and tokenized;
+the second folder gets ``tokenizer/``, ``train.npy``, ``valid.npy`` (uint16 ids), ``heldout/`` and
+``manifest.json``.
 """
 
 import hashlib
@@ -54,7 +55,7 @@ WINDOW = 5  # lines in a shingle
 
 
 def licence(metadata):
-    """The licence that a distribution declares, or None if it is not an allowed one."""
+    """Return the licence that a distribution declares, or None if it is not allowed."""
     classifiers = [c for c in metadata.get_all("Classifier", []) if c.startswith("License ::")]
     names = [c.split(" :: ")[-1] for c in classifiers if not c.endswith("OSI Approved")]
     written = (metadata["License"] or "").strip()[:80]
@@ -69,17 +70,17 @@ def usable(text):
         return False
     lines = text.splitlines()
     if max(map(len, lines)) > 400 or len(text) / len(lines) > 90:
-        return False  # minified, or data
+        return False  # minified code, or data
     return (
         sum(map(str.isalpha, text)) > 0.4 * (len(text) - sum(map(str.isspace, text)))
         and sum(map(str.isdigit, text)) < 0.12 * len(text)
         and sum(map(str.isascii, text)) > 0.97 * len(text)
-        and unicodedata.is_normalized("NFC", text)  # the tokenizer would change anything else
+        and unicodedata.is_normalized("NFC", text)  # the tokenizer would change other text
     )
 
 
 def read(path):
-    """Text of one file, or None if it is of no use."""
+    """Read the text of one file; None if it is of no use."""
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError):
@@ -91,13 +92,13 @@ def read(path):
 
 
 def distributions(site):
-    """Distributions in ``site`` by lower-case name, sorted."""
+    """Find the distributions in ``site`` by lower-case name, sorted."""
     found = {d.name.lower(): d for d in importlib.metadata.distributions(path=[str(site)])}
     return dict(sorted(found.items()))
 
 
 def documents(site):
-    """Usable files of the standard library and of the allowed distributions in a folder of pip's.
+    """Read the usable files of the standard library and of the allowed distributions in ``site``.
 
     Returns the packages (name, version, licence), and each file's package, name and text.
     """
@@ -127,7 +128,7 @@ def documents(site):
 
 
 def shingles(text):
-    """Hashes of every run of ``WINDOW`` non-blank lines, indentation apart."""
+    """Hash every run of ``WINDOW`` non-blank lines, without indentation."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return {
         zlib.crc32("\n".join(lines[i : i + WINDOW]).encode())
@@ -136,13 +137,13 @@ def shingles(text):
 
 
 def overlap(text, seen):
-    """Share of a text's shingles that are in ``seen``, in [0, 1]."""
+    """Return the share of a text's shingles that are in ``seen``, in [0, 1]."""
     mine = shingles(text)
     return len(mine & seen) / max(len(mine), 1)
 
 
 def take(documents, quota):
-    """Documents in a fixed arbitrary order, by the hash of their names, up to ``quota`` bytes."""
+    """Take documents of up to ``quota`` bytes, in the fixed order of their names' hashes."""
     taken = []
     for document in sorted(documents, key=lambda d: hashlib.sha256(d[1].encode()).digest()):
         nbytes = len(document[2].encode())
@@ -169,7 +170,7 @@ def split(documents):
         mine = shingles(text)
         if len(mine & reserved) > 0.05 * len(mine):
             continue
-        sample = {h for h in mine if h % 4 == 0}  # enough to see a copy, a quarter of the memory
+        sample = {h for h in mine if h % 4 == 0}  # enough to see a copy, in a quarter of the memory
         if len(sample & seen) > 0.5 * len(sample):
             continue
         seen |= sample
@@ -179,8 +180,8 @@ def split(documents):
 
 # Tokenize
 
-# Each message ends with a line break, but for the last one where the model is to go on: a single
-# message renders as its own text, and the model continues it.
+# Each message ends with a line break, except the last one if the model is to go on. So a single
+# message renders as its own text, and the model continues this text.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.content }}"
     "{% if not (loop.last and add_generation_prompt) %}{{ '\\n' }}{% endif %}{% endfor %}"
@@ -188,7 +189,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts):
-    """A byte-level BPE of ``texts`` with Qwen3.5's normalizer and word split.
+    """Train a byte-level BPE on ``texts`` with Qwen3.5's normalizer and word split.
 
     transformers insists on both for this model type. A text in NFC decodes to itself.
     """
@@ -222,7 +223,7 @@ def train_tokenizer(texts):
 
 
 def save(file, tokenizer, texts):
-    """Write the ids of texts, each with the end-of-text id behind it, and give their numbers."""
+    """Write the ids of texts, each followed by the end-of-text id, and return the counts."""
     import numpy as np
 
     bpe, parts = tokenizer.backend_tokenizer, []

@@ -37,7 +37,7 @@ NBYTES = 187_000_000  # of text
 
 
 def config_of(name):
-    """Config of a draft as its ``config.json`` will have it."""
+    """Make the config of a draft as its ``config.json`` will have it."""
     depth, ids, _ = DRAFTS[name]
     if name == "tiny-mtp":  # as mlx-community writes the heads of Qwen3.5
         more = {"mtp_num_hidden_layers": depth, "mtp_use_dedicated_embeddings": False}
@@ -62,8 +62,8 @@ def config_of(name):
 def write_text(site, model_dir, out):
     """Write token ids of the corpus in the target's vocabulary, and ``manifest.json``.
 
-    ``site`` is what ``pip install --target`` filled. Files are taken in the order of their names'
-    hashes, until they have ``NBYTES`` of text.
+    ``site`` is the folder that ``pip install --target`` filled. Files are taken in the order of
+    their names' hashes, until they have ``NBYTES`` of text.
     """
     from transformers import AutoTokenizer
 

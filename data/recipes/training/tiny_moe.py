@@ -51,13 +51,14 @@ CONFIG = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-# Few weights with much influence get eight bits. mlx-lm's own predicate does so for the first two.
+# Small modules with much influence get eight bits. mlx-lm's own predicate gives them to the first
+# two.
 EIGHT_BIT = ("mlp.gate", "shared_expert_gate", "embed_tokens", "in_proj_a", "in_proj_b")
 NOT_QUANTIZED = ("norm", "norm_embedding", "norm_hidden", "conv1d", "A_log", "dt_bias")
 
 
 def bits_of(path):
-    """Bits per weight of the module at ``path``; None where it is not quantized."""
+    """Return the bits per weight of the module at ``path``; None if it is not quantized."""
     if path.endswith(NOT_QUANTIZED):
         return None
     return 8 if path.endswith(EIGHT_BIT) else BITS

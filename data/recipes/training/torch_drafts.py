@@ -1,12 +1,12 @@
-"""The drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, a head for multi-token prediction.
+"""Train the drafts in PyTorch: DFlash's block draft, a Qwen3 decoder, a head for MTP.
 
     python data/recipes/training/torch_drafts.py TEXT MODEL OUT [STEPS [NAME...]]
 
 TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target; without a NAME all drafts are trained.
 Parameters are named as in z-lab's files, in mlx-lm's and in mlx-vlm's.
 
-The letters are those of ``tiny_moe.py``; P prompt tokens, A anchors, b block size, V vocabulary, n
-target layers that are read.
+The letters are those of ``tiny_moe.py`` and P prompt tokens, A anchors, b block size, V vocabulary,
+n target layers that are read. MTP is multi-token prediction.
 """
 
 import json
@@ -35,7 +35,7 @@ SAMPLED = 8  # every eighth text is sampled, at TEMPERATURE, the others are gree
 TEMPERATURE = 0.8
 AT_ONCE = 8192  # texts written side by side
 STEPS = 4000
-DEPTHS = [1.0, 0.8, 0.64, 0.512]  # weight of the loss of each draft in a row of tiny-mtp
+DEPTHS = [1.0, 0.8, 0.64, 0.512]  # loss weights of tiny-mtp's 1st to 4th draft in a row
 
 
 class Attention(Heads):
@@ -53,7 +53,7 @@ class Attention(Heads):
 
 
 class Layer(nn.Module):
-    """Qwen3's decoder layer; a context gives it further keys and values, and needs a mask."""
+    """Qwen3's decoder layer; a context adds keys and values and needs a mask."""
 
     def __init__(self, c):
         super().__init__()
@@ -77,7 +77,7 @@ class Draft(nn.Module):
         self.theta, self.dims = c["rope_theta"], c["head_dim"]
 
     def run(self, x, positions, *inputs):
-        """Hidden states of embedded tokens x [B, T, D], at the last of positions [B or 1, ...]."""
+        """Return hidden states of embedded tokens x [B, T, D], at the last T of the positions."""
         angles = rotary_angles(positions, self.dims // 2, self.theta)[:, None]
         for layer in self.layers:
             x = layer(x, angles, *inputs)
@@ -135,15 +135,15 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(D, eps)
 
     def start(self, target):
-        """Begin with the target's last layer, which has full attention, behind its own norm."""
+        """Start from the target's last layer (full attention); ``fc`` copies the hidden state."""
         self.layers[0].load_state_dict(target.layers[-1].state_dict())
         nn.init.eye_(self.fc.weight.data[:, len(self.fc.weight) :])
 
     def forward(self, x, hidden, chain=None):
         """Hidden states [B, T, D] of embedded tokens x [B, T, D], and the balance loss.
 
-        ``hidden`` is the target's (after its norm) or the head's own, one position before x. The
-        lists of keys and values of a row of drafts are in ``chain``.
+        ``hidden`` is the target's hidden state (after its norm) or the head's own, one position
+        before x. ``chain`` has the keys and values of earlier drafts in a row.
         """
         x = [self.pre_fc_norm_embedding(x), self.pre_fc_norm_hidden(hidden)]
         x, balance = self.layers[0](self.fc(torch.cat(x, dim=-1)), chain=chain)
@@ -157,7 +157,7 @@ KINDS = {"tiny-dflash": DFlash, "tiny-draft": Decoder, "tiny-mtp": MTP}
 
 
 def write_texts(model, head, train, buckets, generator):
-    """Texts [N, T] for each bucket, int16: prompts from random places of the corpus, continued."""
+    """Write int16 texts [N, T] for each bucket: prompts from random places, and what follows."""
     written = []
     for bucket in buckets:
         P, T, texts = bucket["prompt"], bucket["length"], min(AT_ONCE, bucket["texts"])
@@ -167,13 +167,13 @@ def write_texts(model, head, train, buckets, generator):
             starts = torch.randint(len(train) - P, (texts, 1), generator=generator).to(train.device)
             parts.append(writer(train[starts + span].long()).short())
         written.append(torch.cat(parts))
-        del writer  # its states, before the next one's
+        del writer  # frees its states before the next writer's
         print("written", list(written[-1].shape), time.strftime("%H:%M:%S"), flush=True)
     return written
 
 
 def block_loss(hidden, embedding, targets, weights):
-    """Weighted cross-entropy of blocks: hidden [N, b - 1, D], targets the same, weights [b - 1]."""
+    """Weigh blocks' cross-entropy: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
     loss = F.cross_entropy(
         (hidden.flatten(0, 1) @ embedding.T).float(), targets.flatten(), reduction="none"
     )
@@ -181,9 +181,9 @@ def block_loss(hidden, embedding, targets, weights):
 
 
 def distil_loss(hidden, target, embedding):
-    """Mean of the cross-entropies with the target's distribution and with its first choice.
+    """Average the cross-entropies with the target's distribution and with its first choice.
 
-    From the hidden states of the draft and of the target, [N, D], and the embedding [V, D].
+    Inputs are the hidden states of the draft and of the target, [N, D], and the embedding [V, D].
     """
     logits = (target @ embedding.T).float()
     log_q = F.log_softmax((hidden @ embedding.T).float(), dim=-1)
@@ -192,10 +192,10 @@ def distil_loss(hidden, target, embedding):
 
 
 def mtp_loss(head, read, last, some, goal, embedding, distil):
-    """Loss of drafts in a row, which start everywhere; the tokens in between are the text's own.
+    """Compute the loss of drafts in a row from every position; tokens between are the text's own.
 
-    ``read`` and ``last`` [B, T, D] are the embedded text and the target's hidden states, ``goal``
-    [N, D] the latter at the indices ``some``.
+    ``read`` and ``last`` [B, T, D] are the embedded text and the target's hidden states; ``goal``
+    [N, D] are these hidden states at the indices ``some``.
     """
     hidden, chain, total = last, [], 0
     rows, columns = some
@@ -221,14 +221,14 @@ def train(model, embedding, texts, buckets, steps, generator, names):
     drafts, optimizers = {}, {}
     for name in names:
         drafts[name] = draft = KINDS[name](config_of(name)).to(device, embedding.dtype)
-        # The head is the target's own, and so is its scale.
+        # The drafts share the target's head, so their norm starts at its scale.
         draft.norm.weight.data.copy_(model.language_model.model.norm.weight)
         if isinstance(draft, MTP):
             draft.start(model.language_model.model)
         if on_gpu:
             for layer in draft.layers:
                 layer.compile(dynamic=False)
-        # The drafts have too many shapes to compile.
+        # The drafts' matrices have too many shapes to compile Muon.
         optimizers[name] = Optimizer(draft, DRAFTS[name][2], compiled=False)
     ahead = torch.arange(BLOCK, device=device)
     weights = torch.exp(-ahead[:-1] / GAMMA)
@@ -277,7 +277,7 @@ def train(model, embedding, texts, buckets, steps, generator, names):
 def main(data, model_dir, out, steps=STEPS, *names):
     """Write the text with the 4-bit target, dequantized, then train the drafts and save them."""
     buckets = BUCKETS
-    if not torch.cuda.is_available():  # to try the code
+    if not torch.cuda.is_available():  # small sizes, to try the code
         buckets = [{"prompt": 8, "length": 40, "texts": 4, "batch": 2, "anchors": 2, "share": 1.0}]
     model, head = opened(model_dir)
     model.requires_grad_(False)

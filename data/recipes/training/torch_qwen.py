@@ -10,12 +10,12 @@ from torch import nn
 
 
 def rotary_angles(positions, half, theta):
-    """Angles [..., half] of the rotary embedding at positions [...]."""
+    """Compute the rotary embedding's angles [..., half] at positions [...]."""
     return positions[..., None] * theta ** (-torch.arange(half, device=positions.device) / half)
 
 
 def rotate(x, angles):
-    """Rotary embedding of the first 2 * half numbers of x [..., Dh], by angles [..., half]."""
+    """Rotate the first 2 * half numbers of x [..., Dh] by angles [..., half]."""
     half = angles.shape[-1]
     a, b, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = angles.cos(), angles.sin()
@@ -74,7 +74,7 @@ compiled_delta_step = torch.compile(delta_step, dynamic=False)
 
 
 def delta_rule_at(state, q, k, v, g, beta):
-    """``delta_rule`` of one position, T = 1, after those that ``state`` stands for."""
+    """Apply ``delta_rule`` to one position, T = 1, after the positions that ``state`` sums up."""
     q, k, v, g, beta = (x[:, 0].float() for x in (q, k, v, g, beta))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     repeats = v.shape[1] // q.shape[1]
@@ -116,11 +116,11 @@ class GatedDeltaNet(nn.Module):
 
 
 def attend_chain(q, k, v, chain):
-    """Attention of one step of drafting in a row, with every position as an anchor at once.
+    """Attend in one step of drafting in a row, with every position as an anchor at once.
 
-    A chain of drafts that begins at position a (its anchor) has its step j (0, 1, ...) at a + j. A
-    query sees the keys of step 0 up to a, and one key of each later step s up to its own: that at
-    a + s. ``chain`` has keys and values of the steps before; this step's are added. q is
+    A chain of drafts begins at its anchor, position a; its step j (0, 1, ...) is at a + j. A query
+    of the chain sees the keys of step 0 up to a and, of each later step s up to its own, the key at
+    a + s. ``chain`` has keys and values of earlier steps; those of this step are added. q is
     [B, H, T, Dh], k and v [B, Hk, T, Dh].
     """
     j, at = len(chain), torch.arange(q.shape[2], device=q.device)
@@ -134,7 +134,7 @@ def attend_chain(q, k, v, chain):
 
 
 class Heads(nn.Module):
-    """What every attention has; a query has ``width`` times the numbers of a key."""
+    """The projections of every attention; a query is ``width`` times as wide as a key."""
 
     def __init__(self, c, width):
         super().__init__()
@@ -172,7 +172,7 @@ class Attention(Heads):
             keys.index_copy_(2, position, k)
             values.index_copy_(2, position, v)
             seen = (torch.arange(keys.shape[2], device=x.device) <= position)[None, None, None]
-            # The heads of one key/value head are its queries.
+            # The query heads of one key/value head become its queries.
             q = q.reshape(B, self.kv_heads, -1, self.dims)
             y = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
             y = y.reshape(B, self.heads, 1, self.dims)
@@ -180,9 +180,9 @@ class Attention(Heads):
 
 
 class Permute(torch.autograd.Function):
-    """Rows of x [N, D], k times each, in an order [N * k] whose inverse is known.
+    """Repeat each row of x [N, D] k times, in an order [N * k] whose inverse is known.
 
-    Both directions are gathers, where autograd would scatter with atomics.
+    Forward and backward are gathers; autograd would scatter with atomics.
     """
 
     @staticmethod
@@ -289,7 +289,7 @@ class TextModel(nn.Module):
         self.norm = nn.RMSNorm(c["hidden_size"], c["rms_norm_eps"])
 
     def forward(self, ids):
-        """Last hidden states [B, T, D], and each layer's output and balance loss."""
+        """Return the last hidden states [B, T, D], and each layer's output and balance loss."""
         x, layers = self.embed_tokens(ids), []
         for layer in self.layers:
             layers.append(layer(x))
@@ -298,7 +298,7 @@ class TextModel(nn.Module):
 
 
 def token_loss(hidden, weight, targets):
-    """Nats of each target [N], from hidden [N, D] and the tied embedding [V, D]."""
+    """Compute each target's nats [N], from hidden [N, D] and the tied embedding [V, D]."""
     return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
 
 
@@ -318,7 +318,7 @@ class Model(nn.Module):
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
     def forward(self, ids):
-        """Nats of each token but the first, [B, T - 1], and the balance loss."""
+        """Return the nats of each token but the first, [B, T - 1], and the balance loss."""
         x, layers = self.language_model.model(ids[:, :-1])
         weight = self.language_model.model.embed_tokens.weight
         loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
@@ -326,7 +326,7 @@ class Model(nn.Module):
 
 
 class Writer:
-    """The target continuing many texts of one length at once, with one CUDA graph for a position.
+    """Continue many texts of one length at once by the target, with one CUDA graph per position.
 
     The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """
@@ -382,7 +382,7 @@ class Writer:
 
     @torch.no_grad()
     def __call__(self, prompts):
-        """Texts [B, T] that go on from prompts [B, P]."""
+        """Continue prompts [B, P] to texts [B, T]."""
         if self.graph is None and prompts.is_cuda:
             self._capture()
         for state in self.states:

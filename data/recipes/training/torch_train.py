@@ -1,9 +1,9 @@
-"""tiny-moe's training in PyTorch: the 4-bit grid, Muon on it, and the loop.
+"""Train tiny-moe in PyTorch: the 4-bit grid, Muon on this grid, and the loop.
 
     python data/recipes/training/torch_train.py TEXT OUT [MINUTES [CHECKPOINT]]
 
-TEXT is what ``corpus.py`` wrote. Compilation does not count as MINUTES. An exported CHECKPOINT is
-gone on from.
+TEXT is the folder that ``corpus.py`` wrote. Compilation does not count as MINUTES. Training goes on
+from an exported CHECKPOINT.
 """
 
 import json
@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from tiny_moe import BITS, CONFIG, GROUP_SIZE, TEXT_CONFIG, bits_of
 from torch_qwen import Model
 
-DECAY = 0.1  # of the matrices
+DECAY = 0.1  # weight decay of the matrices
 BALANCE = 0.01  # weight of the balance loss
 WARMUP = 300  # steps until the rate is at its highest
-# Shares of the time: when the rate begins to fall to zero, and the weights to be rounded.
+# Shares of the time after which the rate begins to fall to zero, and weights are rounded.
 FALL_FROM, QUANTIZE_FROM = 0.4, 0.6
 RATE = 8e-3  # the highest learning rate
 BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence
@@ -31,10 +31,10 @@ BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence
 
 
 def quantize(w, bits):
-    """Integers [..., out, groups, group], scales and biases [..., out, groups] of float32 weights.
+    """Quantize: integers [..., out, groups, group], scales and biases [..., out, groups].
 
-    Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before the weights, so that the
-    integers fit the scale and bias that are stored.
+    Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before it rounds the weights, so
+    that the integers fit the scale and bias that are stored.
     """
     w = w.unflatten(-1, (-1, GROUP_SIZE))
     low, high = w.amin(-1), w.amax(-1)
@@ -50,13 +50,13 @@ def quantize(w, bits):
 
 
 def rounded(w, bits):
-    """The weights that the 4- or 8-bit checkpoint stands for, float32."""
+    """Return the float32 weights that the 4- or 8-bit checkpoint stands for."""
     q, scale, bias = quantize(w, bits)
     return (q * scale[..., None] + bias[..., None]).flatten(-2)
 
 
 def packed(w, bits):
-    """``w`` as MLX stores it: uint32 [..., out, in * bits / 32], scales and biases in bfloat16."""
+    """Pack ``w`` as MLX does: uint32 [..., out, in * bits / 32], scales and biases in bfloat16."""
     q, scale, bias = quantize(w, bits)
     q = q.flatten(-2).to(torch.int64).unflatten(-1, (-1, 32 // bits))
     weight = (q << (torch.arange(32 // bits, device=w.device) * bits)).sum(-1)
@@ -85,7 +85,7 @@ def export(masters, out, config=CONFIG):
 
 
 def read(checkpoint):
-    """Weights of an exported checkpoint by name, dequantized, float32."""
+    """Read an exported checkpoint's weights by name, dequantized to float32."""
     stored = {}
     for file in sorted(Path(checkpoint).glob("model*.safetensors")):
         stored |= load_file(file)
@@ -107,7 +107,7 @@ def read(checkpoint):
 
 
 def orthogonal(m):
-    """Approximately the nearest matrices [..., out, in] with orthonormal rows or columns (Muon)."""
+    """Approximate the nearest matrices [..., out, in] with orthonormal rows or columns (Muon)."""
     x = m.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -121,7 +121,7 @@ def orthogonal(m):
 class Optimizer:
     """Muon for matrices, Adam for the rest, on float32 masters of bfloat16 parameters.
 
-    ``torch.optim.Muon`` takes no stacks of experts. After each step a parameter is its master
+    ``torch.optim.Muon`` takes no stacks of experts. After each step a parameter is its master,
     rounded to what the checkpoint will hold, or to bfloat16 while ``quantized`` is off. The
     gradient at the rounded weights moves the master (straight-through). ``lr`` is the highest rate,
     of Adam too; the root mean square of Muon's update is 0.2 * lr.
@@ -132,7 +132,7 @@ class Optimizer:
         self.params = dict(model.named_parameters())
         self.masters = {n: p.detach().float().clone() for n, p in self.params.items()}
         self.m = {n: torch.zeros_like(w) for n, w in self.masters.items()}
-        self.others, self.groups = [], {}  # names; those of matrices by shape
+        self.others, self.groups = [], {}  # Adam's names; Muon's names by shape
         for n, p in self.params.items():
             is_matrix = bits_of(n.removesuffix(".weight")) == BITS
             (self.groups.setdefault(p.shape, []) if is_matrix else self.others).append(n)
@@ -184,16 +184,16 @@ def batches(ids):
 
 @torch.no_grad()
 def evaluate(model, ids, nbytes, batch=8):
-    """Bits per byte of texts that are joined and cut into windows of LENGTH tokens."""
+    """Compute bits per byte of texts that are joined and cut into windows of LENGTH tokens."""
     rows = ids.unfold(0, LENGTH + 1, LENGTH)
     losses = [model(some.long())[0].mean() for some in rows.split(batch) if len(some) == batch]
     return torch.stack(losses).mean().item() / math.log(2) * len(ids) / nbytes
 
 
 def opened(checkpoint=None):
-    """The model, with the weights of a checkpoint if given, and its embedding in float32.
+    """Make the model, with a checkpoint's weights if given; return it and its float32 embedding.
 
-    On a GPU it is compiled and in bfloat16.
+    On a GPU the model is compiled and in bfloat16.
     """
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
@@ -210,7 +210,7 @@ def opened(checkpoint=None):
 
 
 def main(data, out, minutes=25, checkpoint=None):
-    """Train, then export at 4 bits. The schedule follows the clock: a run fits a rented machine."""
+    """Train, then export at 4 bits. The schedule follows the clock, so that MINUTES suffice."""
     data, out, minutes = Path(data), Path(out), float(minutes)
     manifest = json.loads((data / "manifest.json").read_text())["splits"]
     model, embedding = opened(checkpoint)
