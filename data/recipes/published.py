@@ -282,7 +282,7 @@ def slots_of(row, most):
 
 
 def by_group(table):
-    """Count the pairs of ``settings`` that are ordered rightly, and what the plan's choice costs."""
+    """Count the pairs of ``settings`` that are ordered rightly, and the plan's cost in speed."""
     found = []
     for (source, side, *_), part in table.groupby(["group", "side", "set"], sort=False):
         right = [
