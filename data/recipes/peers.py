@@ -1,4 +1,4 @@
-"""Run what people use instead of moelab beside it, fetched from PyPI into build/peers.
+"""Run programs that people use instead of moelab beside it, from PyPI, in build/peers.
 
     python data/recipes/peers.py install            fetches and builds them (``make peers``)
     python data/recipes/peers.py same OUT.json      tiny-moe's greedy texts, written by each
@@ -116,9 +116,9 @@ def way(text):
 
 
 def opened(peer, path, context, **options):
-    """Load a peer's model; return a function that begins a text.
+    """Load a peer's model; return a function ``begin`` that begins a text.
 
-    This returns a function that reads further tokens and returns the next token's logits [V].
+    ``begin()`` returns a function that reads tokens and returns the next token's logits [V].
     ``path`` is a GGUF file, mlx-vlm's folder or the checkpoint. ``options`` are those of
     ``mlx_vlm.load``, of ``StreamConfig``, or llama.cpp's ``experts_on_cpu``.
     """

@@ -314,7 +314,7 @@ def macs():
 
 
 def pairs():
-    """Return in words what ``by_group`` says of ``settings``, and these."""
+    """Return what ``by_group`` says of ``settings`` in words, and the settings."""
     table = settings()
     found = by_group(table)
     costs = found.melt("side", ["planned", "planned_before"], "plan", "best over planned")
@@ -325,7 +325,7 @@ def pairs():
 
 
 def speeds():
-    """Return in words how far off the predictions are, and the rows that count with them."""
+    """Return how far off the predictions are in words, and the rows with their predictions."""
     table = predicted()
     sources = by_source(table)
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"

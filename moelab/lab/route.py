@@ -16,8 +16,8 @@ from ..streaming.record import replacing_indices
 def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
     """Inside the block the model uses given experts: ``[T, L, K]`` for each call with T tokens.
 
-    Its output means nothing, but its reads and its speed are those of the given experts. ``record``
-    records these. A prefetcher that asks the next layer's router gets the router's own answer.
+    The output means nothing, but reads and speed are those of the given experts. ``record`` records
+    these experts. A prefetcher that asks the next layer's router gets the router's own answer.
     """
     rest, now = iter(calls), None
 

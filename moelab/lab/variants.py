@@ -81,8 +81,8 @@ def crossed(
 ) -> dict[str, Variant]:
     """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
 
-    Keys are their names. With drafts, each combination is also there without a draft; with a limit,
-    ``RESIDENT`` comes first. Modes without slots read only through the page cache.
+    Keys are the variants' names. With drafts, each combination is also there without a draft. With
+    a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
     """
     given = [draft] if isinstance(draft, str) else draft or []
     out, drafts = {}, [None, *product(given, lengths)]

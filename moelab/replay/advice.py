@@ -142,7 +142,7 @@ def replay_settings(
     settings: Iterable[tuple],
     skip: int,
 ) -> dict[Setting, Replay]:
-    """Replay a trace with each setting; ``skip`` tokens do not count. E slots read nothing."""
+    """Replay a trace with each setting; ``skip`` tokens do not count. E slots need no reads."""
     facts = plan.facts
 
     def is_held(setting):

@@ -30,7 +30,7 @@ class TokenRouting:
     kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
     experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
     num_experts: int  # E
-    wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that a layer follows
+    wanted: np.ndarray  # ``[L]``, the trace's hit rate in the layer that each layer follows
     hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
     def route(self, tokens: np.ndarray) -> Trace:
@@ -47,11 +47,11 @@ def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
     """Route each token to the experts that a trace gave it most often, in another model's shape.
 
-    L' and E' are the trace's. Layer l of L follows the trace's layer ``l * L' // L``. If E is below
-    E', expert numbers are taken modulo E. If E is n times E', each expert has n variants, e,
-    e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for it. Each
-    layer's spread gives the trace's text the trace's hit rate. There are ``kinds`` routes; tokens
-    that the trace lacks, or has too rarely, share some of them.
+    The trace has L' layers and E' experts. Layer l of L follows the trace's ``l * L' // L``. If E
+    is below E', expert numbers are taken modulo E. If E is n times E', each expert has n variants,
+    e, e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for the
+    token. Each layer's spread gives the trace's text the trace's hit rate. There are ``kinds``
+    routes; tokens that the trace lacks, or has too rarely, share some of them.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)

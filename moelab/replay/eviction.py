@@ -72,7 +72,7 @@ def _s3_fifo(rows, slots, _):
     The others are evicted and remembered as ghosts; a ghost that comes back goes to the main queue.
     """
     room = max(1, slots // 10)
-    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: by expert, for experts held
+    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: of the experts held
 
     def evict(queue, need):
         passed = 0  # experts looked at since the last change; all of them are needed

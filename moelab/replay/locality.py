@@ -185,7 +185,7 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     want = _features(trace)
     values = np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128]
     grid = np.array(list(product(*values)))
-    # Steps: lower, same, higher; they multiply the third parameter.
+    # Steps: lower, same, higher; those of the third parameter are factors.
     step = np.array(list(product((-1, 0, 1), (-1, 0, 1), (0.5, 1, 2))))
     width = np.array([0.25, 0.15, 0.0])  # twice the first step in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)
