@@ -30,7 +30,7 @@ def soak(path, config, passes=334, sizes=SIZES):
     rng, at = random.Random(config.slots), 0
     with resident, model:
         for i in range(passes):
-            if i % 25 == 0:  # another text
+            if i % 25 == 0:  # begin another text
                 caches = [make_prompt_cache(m) for m in (model, resident)]
             T = rng.choice(sizes)
             inputs, at = mx.array([ids[at : at + T]]), (at + T) % (len(ids) - max(sizes))

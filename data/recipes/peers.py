@@ -1,7 +1,7 @@
 """Run programs that people use instead of moelab beside it, from PyPI, in build/peers.
 
-    python data/recipes/peers.py install            fetches and builds them (``make peers``)
-    python data/recipes/peers.py same OUT.json      tiny-moe's greedy texts, written by each
+    python data/recipes/peers.py install            fetches and builds the peers (``make peers``)
+    python data/recipes/peers.py same OUT.json      tiny-moe's greedy texts, written by each peer
     python data/recipes/peers.py against OUT.json MODEL TEXT RUNS [WORD ...]
 
 llama.cpp maps a GGUF file of the same weights into memory. mlx-vlm reads experts from a folder that

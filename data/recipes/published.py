@@ -37,7 +37,7 @@ from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
 
 # What the planner has to reach on the sources that it was not fitted to. A factor is the larger of
-# predicted / published and published / predicted; a source's is the median of its rows.
+# predicted / published and published / predicted; a source's factor is the median of its rows'.
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
@@ -176,7 +176,7 @@ def machine_of(row):
 
 
 def plan_of(row):
-    """The plan of a row's model."""
+    """Plan a row's model."""
     top_k = None if row.top_k != row.top_k else int(row.top_k)
     return named(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
 

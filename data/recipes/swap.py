@@ -32,8 +32,8 @@ from moelab.lab.texts import PROMPTS
 from moelab.streaming import room
 from moelab.streaming.session import session_of
 
-STEPS, WARMUP = 10, 60  # steps in which memory is taken; tokens before the first that counts
-NEW_CGROUPS = 0x02000000  # of unshare(2): the process's cgroup becomes the root that it sees
+STEPS, WARMUP = 10, 60  # steps in which memory is taken; tokens before the timed ones
+NEW_CGROUPS = 0x02000000  # flag of unshare(2): the process sees its own cgroup as the root
 VARIANTS = "with the watch", "without it"
 
 

@@ -128,7 +128,7 @@ def _tensors(path, config):
         return mx.dequantize(w, *floats, size, bits)
 
     # Several value heads share a key head. llama.cpp gives value head i the key head i % keys;
-    # mlx-lm gives it i // (values / keys): the values of one key head lie together.
+    # mlx-lm gives it i // (values / keys), so the value heads of one key head lie together.
     order = np.arange(values).reshape(keys, -1).T.ravel()
 
     def reordered(array, width, first=0, axis=0):

@@ -1,7 +1,7 @@
 """Charts of a table: ``bars``, ``lines``, ``parts``, ``timeline``, ``table``.
 
-Each takes a table of samples (``records.read``, or what an experiment returned) and columns by
-name, or an expression of them: ``bars(samples, "decode_s * 1e3 / decode_tokens")``. Title and
+Each takes a table of samples (``records.read``, or what an experiment returned) and names of
+columns, or an expression of columns: ``bars(samples, "decode_s * 1e3 / decode_tokens")``. Title and
 finding are the caller's words. The note under the title (model, n, page cache), the machine and
 the figure in words follow from the table.
 """
@@ -198,7 +198,7 @@ def as_html(frame: DataFrame, form: str = "{:.3g}") -> str:
     return made.replace("<td>", "<td style='text-align:left'>")
 
 
-# What follows from a table
+# Numbers and words of a table
 
 
 def _grouped(samples, value, by, panel):

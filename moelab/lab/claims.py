@@ -38,7 +38,7 @@ class Figure:
     high: float
     n: int  # samples; 0 for a count
     gate: str  # what the claim asks of the numbers
-    claimed: str  # the number that the source gives, if it stands beside ours
+    claimed: str  # the source's number, if it is shown beside ours
     says: str  # ``confirmed``, ``refuted`` or ``open``
     missing: str = ""  # what the records lack, if nothing was measured
 
@@ -59,7 +59,7 @@ class Figure:
 class Judged:
     """A claim with its verdict."""
 
-    claim: dict[str, Any]  # its entry in the file
+    claim: dict[str, Any]  # the claim's entry in the file
     figures: list[Figure]  # one for each regime
 
     @property

@@ -51,7 +51,7 @@ class Limited:
 
     @property
     def killed(self) -> bool:
-        """Whether it was killed, as the kernel kills a process that goes over its limit."""
+        """Whether the command was killed, as the kernel kills a process over its limit."""
         return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # or a shell's status
 
 
@@ -194,7 +194,7 @@ def _limits_children(group):
 
 
 def _remove(group):
-    """Remove a cgroup, if there is one, once the kernel has torn its last process down."""
+    """Remove a cgroup, if there is one, once the kernel has ended the group's last process."""
     for _ in range(50 if group else 0):
         try:
             return group.rmdir()

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Windows:
-    """Pieces of text to predict: each starts where the one before it in its file ended."""
+    """Pieces of text to predict; in a file each piece starts where the piece before it ended."""
 
     ids: np.ndarray  # ``[N, T + 1]``; the first id of a row is only read, the others predicted
     counts: np.ndarray  # ``[N]`` how many ids of each row are predicted; the rest is padding

@@ -46,12 +46,12 @@ COMPUTED = {  # columns that ``table`` computes where rows have the columns of t
     "read_nbytes_per_token": "bytes_read / decode_tokens",
     "tau": "1 + accepted / rounds",
 }
-DISTURBED = 0.1  # a run is disturbed if others use more than this share of the cores
+DISTURBED = 0.1  # a run is disturbed if other processes use more than this share of the cores
 CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
 
 def pandas() -> ModuleType:
-    """Import pandas; the error where it is missing says what to install."""
+    """Import pandas; if pandas is missing, the error says what to install."""
     try:
         return importlib.import_module("pandas")
     except ModuleNotFoundError as error:
@@ -65,7 +65,7 @@ def table(record: dict[str, Any]) -> "DataFrame":
     out = pandas().DataFrame(record["rows"])
     out["killed"] = out.killed.eq(True) if "killed" in out else False
     for name, expression in COMPUTED.items():
-        with suppress(NameError):  # rows lack a column; pandas' own eval takes 10 ms each
+        with suppress(NameError):  # rows lack a column; pandas' own eval would take 10 ms
             out[name] = eval(expression, {}, out)
     out.attrs = {k: v for k, v in record.items() if k != "rows"}
     return out
@@ -195,7 +195,7 @@ def interval(samples: Sequence[float]) -> dict[str, float]:
 
 
 def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int]]:
-    """Count the rounds in which each variant decoded the baseline's tokens, and all rounds."""
+    """Count each variant's rounds with the baseline's tokens, and all rounds that both have."""
     theirs, out = values(samples, baseline, "tokens"), {}
     for name in dict.fromkeys(samples.variant):
         mine = values(samples, name, "tokens")
@@ -251,7 +251,7 @@ def _row(run, i):
 
 
 def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, Any]]:
-    """Make a variant for ``interleave`` from a call to time and columns that say what it is."""
+    """Make a variant for ``interleave`` that times ``call``; ``columns`` describe the call."""
     return lambda i: _row(lambda _: call(), i) | columns
 
 
@@ -260,7 +260,7 @@ class Running:
 
     def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
         if tabled:
-            pandas()  # fails before the work, which would be lost
+            pandas()  # fails now, while no work can be lost
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {

@@ -32,8 +32,8 @@ class Variant:
     """One way to load a model and decode, which a bench measures."""
 
     config: StreamConfig  # how to load the model
-    path: str | Path | None = None  # a folder with another layout; None: the bench's
-    limit_nbytes: int | None = None  # of the process, page cache included; None: no limit
+    path: str | Path | None = None  # a folder with another layout; None: the bench's folder
+    limit_nbytes: int | None = None  # memory of the process, page cache included; None: no limit
     draft: str | None = None  # one of ``decode.BUILT_IN``, or a draft's folder
     num_drafts: int | str = "auto"  # tokens drafted in a round; ``auto``: the policy decides
     # When the checkpoint's pages are dropped from the page cache: ``no``, never; ``prompt``, before

@@ -128,7 +128,7 @@ class Routers:
         self._last = None, None
 
     def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
-        """Change rows of a weight (as bytes), scales or biases; the first is number ``row``."""
+        """Change rows of a weight (as bytes), scales or biases, from row number ``row`` on."""
         rows = slice(row, row + len(out))
         if path.endswith("embed_tokens"):
             new = self._quantized(path, lambda: self.codes)[leaf][self.routing.kinds[rows]]

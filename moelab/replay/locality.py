@@ -123,13 +123,13 @@ class Locality:
 
     A token draws K distinct experts with probabilities in proportion to
     ``(1 - stickiness) * popularity + stickiness * recency``. Popularity is ``rank ** -zipf``.
-    Recency is the share of earlier tokens that used the expert; one m tokens ago has the weight
+    Recency is the share of earlier tokens that used the expert; a token m tokens ago has the weight
     ``exp(-m / memory)``.
     """
 
     zipf: tuple[float, ...]  # the skew of popularity; 0: all experts alike
     stickiness: tuple[float, ...]  # the weight of recently used experts, 0 to below 1
-    memory: tuple[float, ...]  # tokens that a use counts as recent; near 0: only the last one
+    memory: tuple[float, ...]  # for how many tokens a use is recent; near 0: for the next one
 
 
 def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0) -> Trace:

@@ -64,8 +64,8 @@ class Machine:
     copy_bytes_per_s: float  # experts are read from the page cache at this rate
     # A prompt's token takes this share of a decoded token's time for weights; nan: unknown, 0 to 1.
     prompt_share: float = nan
-    held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: the same
-    is_mac: bool = False  # whether a GPU computes, in the same memory
+    held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: as ``layer_s``
+    is_mac: bool = False  # whether a Mac's GPU computes, in the same memory
     memory_binds: bool = False  # whether more cores of a CPU would not help
 
     @classmethod
@@ -119,7 +119,7 @@ class Machine:
 
     @property
     def most(self) -> Most:
-        """What a plan may fill of the memory."""
+        """The bytes of memory that a plan may fill."""
         limit = gpu_limit(self.ram_nbytes) if self.is_mac else self.memory_nbytes
         found = most_for_a_model(self.ram_nbytes, self.is_mac)
         return Most(*(min(self.memory_nbytes, limit, nbytes) for nbytes in found))

@@ -65,7 +65,7 @@ class Machines:
     """Machines of one kind, one rank on each, and what a token takes on them."""
 
     ranks: int  # N
-    disk_bytes_per_s: float  # of each one's SSD
+    disk_bytes_per_s: float  # of each machine's SSD
     link_bytes_per_s: float  # from one machine to the next
     latency_s: float  # of a message
     compute_s: float  # a token's arithmetic, with every expert held and nothing exchanged

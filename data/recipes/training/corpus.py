@@ -236,7 +236,7 @@ def save(file, tokenizer, texts):
 
 
 def write_heldout(out, documents, packages, seen, site):
-    """Write the held-out files with their packages' licences; returns where each comes from."""
+    """Write the held-out files with their packages' licences; return each file's origin."""
     (out / "licences").mkdir(parents=True, exist_ok=True)
     by_name = {p["name"]: p for p in packages}
     listing = []

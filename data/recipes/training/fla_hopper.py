@@ -26,7 +26,7 @@ def chunk_bwd_dqkwg(
             x = x.repeat_interleave(repeats, dim=2)
         return x.unflatten(1, (-1, C)).transpose(2, 3)
 
-    def unchunk(x):  # and back
+    def unchunk(x):  # undoes ``chunks``
         return x.transpose(2, 3).flatten(1, 2)
 
     q, k, v, do, dv = map(chunks, (q, k, v, do, dv))

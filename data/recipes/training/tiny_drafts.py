@@ -95,7 +95,7 @@ def pack(trained, model_dir, out):
     from mlx_lm.models.qwen3 import Model, ModelArgs
     from mlx_lm.utils import quantize_model, save_config, save_model
 
-    if (trained / "tiny-mtp").exists():  # training itself put it on its 4-bit grid
+    if (trained / "tiny-mtp").exists():  # training has put tiny-mtp on its 4-bit grid
         shutil.copytree(trained / "tiny-mtp", out / "tiny-mtp", dirs_exist_ok=True)
     if (weights := trained / "tiny-dflash.safetensors").exists():
         (dflash := out / "tiny-dflash").mkdir(parents=True, exist_ok=True)

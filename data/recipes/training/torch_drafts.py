@@ -25,7 +25,7 @@ from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, opened
 
 GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
 WARMUP = 50  # steps until the rate is at its highest
-# Prompt and whole length of a text, texts, texts in a step, anchors in each, share of the steps.
+# Tokens of a prompt and of a whole text, texts, texts in a step, anchors in a text, share of steps.
 BUCKETS = [
     {"prompt": 64, "length": 384, "texts": 49152, "batch": 128, "anchors": 16, "share": 0.5},
     {"prompt": 448, "length": 768, "texts": 16384, "batch": 64, "anchors": 32, "share": 0.35},
@@ -88,7 +88,7 @@ class Decoder(Draft):
     """An autoregressive draft."""
 
     def forward(self, x):
-        """Hidden states [B, T, D] of embedded tokens [B, T, D]."""
+        """Return hidden states [B, T, D] of embedded tokens [B, T, D]."""
         return self.run(x, torch.arange(x.shape[1], device=x.device)[None])
 
 
@@ -103,10 +103,10 @@ class DFlash(Draft):
         self.hidden_norm = nn.RMSNorm(D, config["rms_norm_eps"])
 
     def forward(self, blocks, features, anchors):
-        """Hidden states [B, A, b, D] of embedded blocks: the token at the anchor, then masks.
+        """Return hidden states [B, A, b, D] of embedded blocks: the anchor's token, then masks.
 
-        A block sees the target's features [B, T, n * D] before its anchor ([B, A], its first
-        token's position).
+        A block sees the target's features [B, T, n * D] before its anchor ([B, A], the position of
+        the block's first token).
         """
         B, A, b, _ = blocks.shape
         ahead = torch.arange(b, device=blocks.device)

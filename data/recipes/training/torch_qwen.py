@@ -63,7 +63,7 @@ def delta_rule(q, k, v, g, beta):
 
 
 def delta_step(state, q, k, v, g, beta):
-    """One position of the rule for q, k, v [B, H, D]; updates state [B, H, Dk, Dv] in place."""
+    """Apply the rule to one position, q, k, v [B, H, D]; update state [B, H, Dk, Dv] in place."""
     state.mul_(g.exp()[..., None, None])
     error = (v - (state * k[..., None]).sum(-2)) * beta[..., None]
     state.add_(k[..., None] * error[..., None, :])
@@ -95,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(D, self.sizes[2], bias=False)
         self.in_proj_b = nn.Linear(D, self.v_heads, bias=False)
         self.in_proj_a = nn.Linear(D, self.v_heads, bias=False)
-        # Mamba's start: decays from a few tokens to thousands.
+        # Mamba's initial values: decays over a few tokens to thousands.
         dt = torch.exp(torch.empty(self.v_heads).uniform_(-6.9, -2.3))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(self.v_heads).uniform_(1, 16).log())
@@ -243,7 +243,7 @@ class SparseMoeBlock(nn.Module):
         D, E = c["hidden_size"], c["num_experts"]
         self.k = c["num_experts_per_tok"]
         self.gate = nn.Linear(D, E, bias=False)
-        nn.init.normal_(self.gate.weight, std=0.02)  # near uniform, so that no expert starts behind
+        nn.init.normal_(self.gate.weight, std=0.02)  # near uniform, so that experts start alike
         self.switch_mlp = SwitchGLU(D, c["moe_intermediate_size"], E)
         self.shared_expert = MLP(D, c["shared_expert_intermediate_size"])
         self.shared_expert_gate = nn.Linear(D, 1, bias=False)
@@ -361,7 +361,7 @@ class Writer:
         logits = self.model.norm(x)[:, 0].float() @ self.head.T
         if self.sampled:
             some = logits[: self.sampled]
-            some += self.temperature * -torch.empty_like(some).exponential_().log()  # Gumbel
+            some += self.temperature * -torch.empty_like(some).exponential_().log()  # Gumbel noise
         self.position += 1
         token = logits.argmax(-1, keepdim=True)
         known = self.ids.index_select(1, self.position)

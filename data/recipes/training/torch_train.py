@@ -146,7 +146,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, scale):
-        """One update from the parameters' gradients, with the learning rate times ``scale``."""
+        """Update once from the parameters' gradients, with the learning rate times ``scale``."""
         lr = self.lr * scale
         grads = {n: p.grad.float() for n, p in self.params.items()}
         for names in self.groups.values():

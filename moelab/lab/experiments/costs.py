@@ -34,7 +34,7 @@ DISCARDED = 2  # the first tokens or calls of a series, which are slower, are no
 ROUNDS = 2  # rounds of every kind of sample
 SAMPLES = 24  # samples of each kind in a record
 PROMPT = 128  # tokens of a prompt that is computed at once
-# Variants of a record: where a layer's misses come from, and a token that the model routes itself.
+# Variants of a record: where a layer's misses come from; OWN: a token that the model routes itself.
 PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own routing"
 # Tokens that need no read: every expert is in a slot, or in the host's memory. Such tokens are
 # measured only for models whose experts take fewer bytes than HELD_NBYTES.
@@ -83,7 +83,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     config = replace(config, slots=K, prefetch="none")
     bar = tqdm(desc="measuring this machine", unit=" samples", leave=False, disable=None)
     with ExitStack() as stack:
-        past = can_empty() and native.direct_loop() is not None  # where Linux computes on a CPU
+        past = can_empty() and native.direct_loop() is not None  # on a CPU under Linux
         for variant in (DISK, DIRECT) if past else (DISK,):
             reads = "direct" if variant == DIRECT else "cached"
             model, _ = load_model(path, replace(config, reads=reads))
@@ -265,7 +265,7 @@ def _expert_s(model, experts, tokens):
 
 def main(out: str, model: str) -> None:
     """Measure a model's costs and save their record."""
-    records.pandas()  # fails before the work, which would be lost
+    records.pandas()  # fails now, while no work can be lost
     samples = records.table(samples_of(folder(model), tokens=SAMPLES))
     costs = costs_of(samples)
     text = "\n".join(f"{name} {value:.4g}" for name, value in vars(costs).items())

@@ -18,7 +18,7 @@ from ...streaming.trace import Trace
 from .. import models
 from .costs import costs_of
 
-LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # of the records' model; its text
+LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # the records' model and text
 # How experts outside slots are read.
 THROUGH, PAST = "through the page cache", "past the page cache"
 HOST = "copied from the host's memory"  # on GPUs only
@@ -56,7 +56,7 @@ def told(samples: DataFrame) -> DataFrame:
     needed = out.hits + out.misses
     out["slot_percent"] = 100 * out.hits / needed
     if "disk_nbytes" in out:
-        brought = out.disk_nbytes / (out.bytes_read / out.misses) / needed  # experts
+        brought = out.disk_nbytes / (out.bytes_read / out.misses) / needed  # in experts
         out["disk_percent"] = np.minimum(100 * brought, 100 - out.slot_percent)
         out["page_percent"] = 100 - out.slot_percent - out.disk_percent
     return out.sort_values("slots", kind="stable")

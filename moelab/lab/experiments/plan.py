@@ -211,7 +211,7 @@ def this_machine(tokens: int = 12) -> Machine:
 
 
 def _say_measuring():
-    """Say on a terminal why nothing more comes for a while."""
+    """Say on a terminal that the machine is measured, which takes a while."""
     if sys.stderr.isatty():
         print("moelab: this machine is measured, for 10 to 40 seconds", file=sys.stderr)
 

@@ -51,7 +51,7 @@ scroll sideways."""
 LIKE = {"title": str, "answer": str, "machine": str, "fast": bool, "failed": bool}
 SMALL = "Small sizes (MOELAB_FAST=1): a check that it runs, no measurement."
 FAILED = "A cell failed: the page ends there."
-ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw HTML
+ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw HTML as text
 
 
 def summary(notebook) -> dict[str, str]:

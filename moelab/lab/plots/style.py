@@ -176,7 +176,7 @@ def ceiling(
         )
     else:
         fig.add_vline(value, annotation_position=f"top {side}", **line, **where)
-    if log:  # plotly takes an annotation's place as the logarithm, a shape's as the value
+    if log:  # plotly takes an annotation's place as a logarithm, a shape's place as the value
         fig.layout.annotations[-1][axis] = math.log10(value)
 
 

@@ -103,7 +103,7 @@ class Explorer:
         try:
             self._draw(self.fn(**self.values))
             self._state.value = ""
-        except Exception as error:  # shown and kept, never swallowed
+        except Exception as error:  # the error is shown and kept
             self.error = error
             self._state.value = f"<b>{type(error).__name__}: {html.escape(str(error))}</b>"
         finally:
