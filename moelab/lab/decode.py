@@ -1,4 +1,4 @@
-"""Time decoding, with a draft and without; every experiment uses these loops."""
+"""Time decoding, with a draft and without: the loops that the experiments use."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -190,7 +190,7 @@ class OracleDraft:
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
     The seed decides for each place of the text whether each guess for it is right. After a wrong
-    guess all guesses of the round are wrong. A wrong guess is the token of another place.
+    guess all guesses of the round are wrong. A wrong guess is as a rule another place's token.
     """
 
     layer_ids = ()

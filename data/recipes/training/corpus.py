@@ -143,7 +143,7 @@ def overlap(text, seen):
 
 
 def take(documents, quota):
-    """Take documents of up to ``quota`` bytes, in the fixed order of their names' hashes."""
+    """Take documents of ``quota`` bytes in all at most, in the order of their names' hashes."""
     taken = []
     for document in sorted(documents, key=lambda d: hashlib.sha256(d[1].encode()).digest()):
         nbytes = len(document[2].encode())

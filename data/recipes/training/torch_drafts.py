@@ -135,7 +135,7 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(D, eps)
 
     def start(self, target):
-        """Start from the target's last layer (full attention); ``fc`` copies the hidden state."""
+        """Start as the target's last layer (full attention), with ``fc`` the hidden's identity."""
         self.layers[0].load_state_dict(target.layers[-1].state_dict())
         nn.init.eye_(self.fc.weight.data[:, len(self.fc.weight) :])
 
@@ -157,7 +157,7 @@ KINDS = {"tiny-dflash": DFlash, "tiny-draft": Decoder, "tiny-mtp": MTP}
 
 
 def write_texts(model, head, train, buckets, generator):
-    """Write int16 texts [N, T] for each bucket: prompts from random places, and what follows."""
+    """Write int16 texts [N, T] for each bucket: the target continues prompts from random places."""
     written = []
     for bucket in buckets:
         P, T, texts = bucket["prompt"], bucket["length"], min(AT_ONCE, bucket["texts"])
@@ -173,7 +173,7 @@ def write_texts(model, head, train, buckets, generator):
 
 
 def block_loss(hidden, embedding, targets, weights):
-    """Weigh blocks' cross-entropy: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
+    """Weigh blocks' cross-entropies: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
     loss = F.cross_entropy(
         (hidden.flatten(0, 1) @ embedding.T).float(), targets.flatten(), reduction="none"
     )

@@ -210,7 +210,7 @@ def opened(checkpoint=None):
 
 
 def main(data, out, minutes=25, checkpoint=None):
-    """Train, then export at 4 bits. The schedule follows the clock, so that MINUTES suffice."""
+    """Train, then export at 4 bits. The schedule follows the clock: training takes MINUTES."""
     data, out, minutes = Path(data), Path(out), float(minutes)
     manifest = json.loads((data / "manifest.json").read_text())["splits"]
     model, embedding = opened(checkpoint)

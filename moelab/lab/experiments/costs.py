@@ -57,8 +57,8 @@ def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
 def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> dict:
     """Time reads, tokens and one expert's arithmetic, and return the record.
 
-    Tokens with as many misses as possible are compared with their reads alone and their arithmetic
-    alone: so much of the reads does the arithmetic hide. A terminal shows a progress bar.
+    A token with as many misses as possible, compared with its reads alone and its arithmetic alone,
+    shows how much of the reads the arithmetic hides. A terminal shows a progress bar.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -242,7 +242,7 @@ def _time_without_waits(path, config, tokens, E):
 
 
 def _expert_s(model, experts, tokens):
-    """Time one more expert in a layer that holds all: K experts less K / 2, for each expert."""
+    """Time one expert more in a layer that holds all, from calls with K and with K / 2 experts."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
     module = layer.slots.bank.experts

@@ -1,8 +1,8 @@
 """``python -m moelab plan``: how fast would a model decode on this machine, or on another one?
 
 A model on disk is measured on this machine, and ``advise`` compares settings. A model that is not
-on disk is known by its published configuration, and another machine by a few numbers, of which
-``replay.machine`` makes the costs of a token. Both replay a trace with ``moelab.plan``'s slots.
+on disk is known by its published configuration, and another machine by a few numbers, from which
+``replay.machine`` computes a token's costs. Both replay a trace with ``moelab.plan``'s slots.
 """
 
 import argparse
@@ -32,8 +32,9 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# The factor within which a plan is right, and how often it is: for sources that the formula was not
-# fitted to, and for our own settings with measured costs (data/results/cpu_planned_*.json).
+# The factor that a plan is probably off at most, and how often plans were: for sources that the
+# formula was not fitted to, and for our own settings with measured costs
+# (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2

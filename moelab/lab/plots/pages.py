@@ -159,7 +159,7 @@ def html_of(notebook: nbformat.NotebookNode, title: str, filters: dict, **resour
 
 
 def page(sources: list[Path], at: int, target: Path) -> str | None:
-    """Run a notebook up to a cell that fails and write its page; return that error or None."""
+    """Run a notebook up to a cell that fails and write its page; return the error or None."""
     source, names = sources[at], [source.stem for source in sources]
     notebook, failed = run(source)
     try:

@@ -141,7 +141,7 @@ def explore(
     ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. It uses
     no widget, so that a test can call it. ``extremes`` are dicts of values that replace the first
     ones: ``fn`` is called with each, and the axes hold all these figures. With ``run_button``,
-    ``fn`` is called when the button is pressed.
+    ``fn`` is called again only when the button is pressed.
     """
     explorer = Explorer(fn, controls, extremes, run_button)
     # The output has two forms: live where a kernel runs, the first figure on a page without one.
