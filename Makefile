@@ -9,7 +9,7 @@
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11 python,$(shell \
-	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+	$(p) -c 'import sys, platform as p; sys.exit(sys.version_info < (3, 11) or (sys.platform, p.machine()) == ("darwin", "x86_64"))' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
 READY := .venv/ready$(addprefix -,$(EXTRA))
 
@@ -67,7 +67,7 @@ clean:
 # A second call needs neither time nor network until pyproject.toml changes. The last line answers
 # JupyterLab's question about news and updates, so that it neither asks nor looks for them.
 $(READY): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "moelab needs Python 3.11 or newer: install it, or say 'make PYTHON=/path/to/python3'"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "moelab needs Python 3.11 or newer (on a Mac for arm64): install it, or say 'make PYTHON=/path/to/python3'"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test$(addprefix $(comma),$(EXTRA))]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps 'mlx-vlm>=0.7.10,<0.8'

@@ -152,6 +152,11 @@ def main(argv: list[str] | None = None) -> int:
         said = "".join(c if c.isprintable() or c == "\n" else "?" for c in said)
         print(said, file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not re.match(r"\[(METAL|malloc|metal::malloc)\]", str(error)):  # MLX lacks memory
+            raise
+        print(f"moelab: {error} Close other programs, or lower --memory-nbytes.", file=sys.stderr)
+        return 1
     finally:
         _flush_or_drop(sys.stdout)
 

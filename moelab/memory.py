@@ -9,7 +9,6 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 import mlx.core as mx
-import psutil
 
 from .system import HERE, Mac
 
@@ -65,7 +64,7 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
 
 def gpu_limit(ram_nbytes: float) -> float:
     """The bytes of a Mac's memory that every version of macOS lets the GPU have."""
-    return ram_nbytes * (2 / 3 if ram_nbytes < 37 << 30 else 3 / 4)
+    return ram_nbytes * (2 / 3 if ram_nbytes < 36 << 30 else 3 / 4)
 
 
 def _log_need(ram_nbytes):
@@ -119,7 +118,7 @@ def memory_in_cgroups() -> int | None:
 
 def memory_available() -> int:
     """Bytes of memory that this process may still take if the page cache is dropped."""
-    system, group = psutil.virtual_memory().available, memory_in_cgroups()
+    (_, system), group = HERE.memory(), memory_in_cgroups()
     return system if group is None else min(system, group)
 
 

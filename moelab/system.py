@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 
 class System:
@@ -37,6 +38,11 @@ class System:
 
     def cpu_name(self) -> str | None:
         """The processor's name."""
+
+    def memory(self) -> tuple[int, int]:
+        """The machine's bytes of memory, and those of them that programs may still take."""
+        found = psutil.virtual_memory()
+        return found.total, found.available
 
     def swapped_pages(self) -> tuple[int, int] | None:
         """Pages that came back from swap so far; the same, plus the pages that are still there."""
@@ -86,9 +92,13 @@ class Mac(System):
     F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
-    # <mach/host_info.h>: HOST_VM_INFO64, the number of its 4-byte words (revision 1, with which
-    # later ones begin), and the places of two 8-byte counts. psutil's swapped pages are of files.
-    VM_INFO64, VM_WORDS, DECOMPRESSIONS, COMPRESSIONS = 4, 38, 12, 13
+    # <mach/host_info.h>: HOST_VM_INFO64, and places of its counts of 4 and of 8 bytes. psutil's
+    # swapped pages are of files.
+    VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
+    # macOS 27 has more counts, which follow the old ones, and refuses some questions for the old
+    # ones alone (MIG_ARRAY_TOO_LARGE), as psutil 7.2 asks them. It then says how many words it has.
+    TOO_LARGE, MOST_WORDS = -307, 1024
+    _words = 38  # of 4 bytes, in revision 1
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
@@ -125,17 +135,34 @@ class Mac(System):
 
     def swapped_pages(self):
         """Count all programs' pages in the memory compressor; None while memory is not short."""
-        counts = (ctypes.c_uint64 * (self.VM_WORDS // 2))()
-        words = ctypes.c_uint32(self.VM_WORDS)
-        if self.pressure() in (None, 1) or self.libc.host_statistics64(
-            self._host, self.VM_INFO64, counts, ctypes.byref(words)
-        ):
+        if self.pressure() in (None, 1) or (counts := self._pages()) is None:
             return None
-        return counts[self.DECOMPRESSIONS], counts[self.COMPRESSIONS]
+        both = counts.view(np.uint64)
+        return int(both[self.DECOMPRESSIONS]), int(both[self.COMPRESSIONS])
 
     def pressure(self):
         level = ctypes.c_int()
         return level.value if self._ask(b"kern.memorystatus_vm_pressure_level", level) else None
+
+    def memory(self):
+        if (counts := self._pages()) is None:
+            raise OSError("macOS does not say how much memory is free (host_statistics64)")
+        free = int(counts[self.FREE]) + int(counts[self.INACTIVE])  # as psutil counts
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_PHYS_PAGES") * page, free * page
+
+    def _pages(self):
+        """Return the kernel's counts of pages, in words of 4 bytes; None if it refuses."""
+        counts = np.zeros(self.MOST_WORDS, np.uint32)
+        into = ctypes.c_void_p(counts.ctypes.data)
+        for _ in range(2):
+            words = ctypes.c_uint32(self._words)
+            asked = self._host, self.VM_INFO64, into, ctypes.byref(words)
+            error = self.libc.host_statistics64(*asked)
+            if error != self.TOO_LARGE or not self._words < words.value <= self.MOST_WORDS:
+                break
+            self._words = words.value
+        return None if error else counts
 
     @cached_property
     def _host(self):

@@ -17,6 +17,7 @@ import moelab
 from moelab import DATA, StreamConfig, load, memory, open_files, system
 from moelab.checkpoint import checkpoint
 from moelab.lab import check, machine, oscache
+from moelab.streaming import plan as plans
 from moelab.streaming.reading import flight
 from moelab.streaming.session import session_of
 
@@ -48,10 +49,10 @@ def mac(library, tmp_path, monkeypatch):
     mac = system.Mac()
     mac.libc = ctypes.CDLL(str(library), use_errno=True)
     mac.set = lambda name, n: setattr(ctypes.c_int.in_dll(mac.libc, name), "value", n)
-    for module in (memory, oscache, machine, check):
+    for module in (memory, oscache, machine, check, plans):
         monkeypatch.setattr(module, "HERE", mac)
     yield mac
-    mac.set("level", 1), mac.set("fails", 0)
+    mac.set("level", 1), mac.set("fails", 0), mac.set("newer", 0)
 
 
 def test_a_macs_pages_are_dropped(mac, tmp_path):
@@ -76,6 +77,21 @@ def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch
         assert next(good for good, what, _ in found if what.startswith("memory: ")) != swaps
     mac.set("fails", 1)
     assert memory.swapped_s() is None
+    with pytest.raises(OSError, match="how much memory is free"):
+        memory.memory_available()
+
+
+@pytest.mark.parametrize("newer", (0, 1))
+def test_a_macs_free_memory(newer, mac, monkeypatch):
+    """macOS 27 has more counts, and refuses a question for the old ones alone."""
+    mac.set("newer", newer)
+    mac.set("level", 4)
+    monkeypatch.setattr(memory, "memory_in_cgroups", lambda: None)
+    page = os.sysconf("SC_PAGE_SIZE")
+    for _ in "12":
+        assert memory.memory_available() == 2_000_500 * page
+        assert memory.swapped_s() == (500 * memory.PAGE_S, 8000 * memory.PAGE_S)
+    assert mac.memory()[0] == system.System().memory()[0]
 
 
 def test_linux_says_what_is_in_swap(tmp_path, monkeypatch):
@@ -220,13 +236,14 @@ def test_what_a_mac_is_asked(library, tmp_path):
     size, file = (TINY / "model.safetensors").stat().st_size, "model.safetensors"
     dropped, alone = f"msync MS_INVALIDATE {size} {file}", f"F_RDAHEAD 0 {file}"
     pressure = "sysctlbyname kern.memorystatus_vm_pressure_level"
+    counts = "host_statistics64 HOST_VM_INFO64"
     # ``check`` asks for experts ahead only if that is faster.
     assert {*calls.pop("check")} - {f"F_RDADVISE {file}"} == {alone, dropped, pressure}
     assert calls == {
         "": [],
         "drop": [dropped],
         "rate": [f"F_NOCACHE 1 {file}", alone, dropped],
-        "name": ["sysctlbyname machdep.cpu.brand_string"],
+        "name": [counts, "mach_host_self", "sysctlbyname machdep.cpu.brand_string"],
         "load": [alone],
         "text": [],
         "ahead": [f"F_RDADVISE {file}"],

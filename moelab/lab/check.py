@@ -14,7 +14,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
@@ -72,7 +71,7 @@ def findings(
         yield True, f"kernels: {kernels.describe()}", ""
 
     free, limit = memory_available(), memory_limit()
-    of = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
+    of = f"{HERE.memory()[0] / 2**30:.1f} GiB"
     of += f", cgroup limit {limit / 2**30:.1f} GiB" if limit else ""
     yield (
         # macOS compresses unused memory of other programs, and reports when memory is short.

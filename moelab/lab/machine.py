@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import psutil
 
 from ..kernels import code
 from ..memory import memory_limit
@@ -37,7 +36,7 @@ def _cpu_name() -> str:
 def card() -> dict[str, Any]:
     """Describe this machine and its versions, for a figure's subtitle and for a record."""
     gpu = mx.device_info().get("device_name", "GPU") if mx.default_device() == mx.gpu else None
-    total, limit = psutil.virtual_memory().total, memory_limit()
+    (total, _), limit = HERE.memory(), memory_limit()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cpu": _cpu_name(),

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Protocol
 
 import mlx.core as mx
-import psutil
 from mlx.utils import tree_flatten
 
 from ..checkpoint import leaves
@@ -27,6 +26,7 @@ from ..memory import (
     most_for_a_model,
     return_free_memory,
 )
+from ..system import HERE
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
 from .facts import PROMPT_TOKENS, ModelFacts, grown_nbytes
 from .handover import FEW_TOKENS
@@ -343,11 +343,11 @@ def _memory():
     gpu = memory_on_gpu()
     if gpu is not None and not mx.metal.is_available():  # this GPU has its own memory
         return gpu - gpu // SYSTEM_SHARE, gpu // SYSTEM_SHARE
-    machine = psutil.virtual_memory()
-    kept = min(machine.total // SYSTEM_SHARE, SYSTEM_NBYTES)
+    total, available = HERE.memory()
+    kept = min(total // SYSTEM_SHARE, SYSTEM_NBYTES)
     limits = [n for n in (memory_in_cgroups(), gpu) if n is not None]
-    memory = min([machine.available - kept, *limits])
-    return memory, kept if memory == machine.available - kept else 0
+    memory = min([available - kept, *limits])
+    return memory, kept if memory == available - kept else 0
 
 
 def memory_for_a_model() -> int:
@@ -358,7 +358,7 @@ def memory_for_a_model() -> int:
 def _for_a_model():
     """Return what a plan may fill here, and a pair: bytes available, bytes kept for the system."""
     memory, kept = _memory()
-    total, held = psutil.virtual_memory().total, mx.get_active_memory()
+    (total, _), held = HERE.memory(), mx.get_active_memory()
     return Most(*(min(memory, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)
 
 

@@ -9,12 +9,16 @@ from time import perf_counter
 import mlx.core as mx
 
 from ..memory import return_free_memory, swapped_s
+from ..system import HERE, Mac
 from .handover import FEW_TOKENS
 from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
-LOOK_S = 0.05  # seconds between two looks at the free memory; one takes 0.2 ms
+# Seconds between two looks at the free memory; one takes 0.2 ms. macOS answers some 2 to 10
+# questions of all programs in a second, and others with a copy: a look after slots were given back
+# must not get one from before.
+LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
 # Bytes that stay free. Other programs may take them between two looks, and a prompt may take a
 # little more than planned. (Without this reserve a server of 900 MB was killed.)
 RESERVE_NBYTES = BESIDE_NBYTES // 2

@@ -14,6 +14,7 @@
 
 int level = 1; /* of memory's pressure */
 int fails = 0; /* msync and host_statistics64 do */
+int newer = 0; /* host_statistics64 has 104 words, as on macOS 27 */
 
 static void note(const char *format, ...) {
     FILE *log = getenv("DARWIN_LOG") ? fopen(getenv("DARWIN_LOG"), "a") : NULL;
@@ -131,12 +132,15 @@ uint32_t mach_host_self(void) {
 }
 
 int host_statistics64(uint32_t host, int flavor, void *into, uint32_t *words) {
-    struct vm_statistics64 found = {.decompressions = 500, .compressions = 8000};
+    struct vm_statistics64 found = {.free_count = 2000000, .inactive_count = 500,
+                                    .decompressions = 500, .compressions = 8000};
+    if (newer && *words < 104)
+        return *words = 104, -307; /* MIG_ARRAY_TOO_LARGE */
     if (host != 0x1803 || flavor != 4 || fails || *words < sizeof found / 4)
         return refuse(EINVAL, "host_statistics64"), fails ? 5 : 4; /* KERN_FAILURE, or an argument */
     note("host_statistics64 HOST_VM_INFO64\n");
     memcpy(into, &found, sizeof found);
-    *words = sizeof found / 4;
+    *words = newer ? 104 : sizeof found / 4;
     return 0;
 }
 

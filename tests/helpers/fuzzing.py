@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -371,7 +372,8 @@ KINDS = {  # the folder, the file in it, its damage, and what is done with it
 
 def main():
     bases, first, step, last = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
+    with suppress(ValueError):  # a Mac's processes map more from the start
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an outcome
     moelab.load(bases / CONFIGS[0])[0].__exit__()  # transformers keeps files open

@@ -2,7 +2,6 @@
 
 import sys
 from math import log
-from types import SimpleNamespace
 
 import published as recipe
 import pytest
@@ -123,7 +122,7 @@ def test_a_mac_is_filled_by_what_slots_are_worth():
 def test_a_folder_follows_the_rule_on_a_mac(monkeypatch):
     total = 3 * 10**9  # of which a plan may fill little
     monkeypatch.setattr(memory, "HERE", Mac())
-    monkeypatch.setattr(plans.psutil, "virtual_memory", lambda: SimpleNamespace(total=total))
+    monkeypatch.setattr(plans.HERE, "memory", lambda: (total, total))
     monkeypatch.setattr(plans, "_memory", lambda: (total - 10**8, 10**8))
     most = memory.most_for_a_model(total)
     planned = moelab.plan(TINY)

@@ -221,8 +221,10 @@ def test_on_a_gpu_its_own_limit_counts(backend, monkeypatch):
     monkeypatch.undo()  # elsewhere some is left to the system
     monkeypatch.setattr(plans, "memory_in_cgroups", lambda: None)
     p = moelab.plan(TINY_MOE)
-    total = plans.psutil.virtual_memory().total
-    assert p.system_nbytes == min(total // 10, 4 * GB) and p.memory_nbytes + p.system_nbytes < total
+    total, _ = plans.HERE.memory()
+    assert p.memory_nbytes + p.system_nbytes < total
+    if not mx.metal.is_available():  # a Mac may fill less
+        assert p.system_nbytes == min(total // 10, 4 * GB)
 
 
 def lengths_of(session):

@@ -7,7 +7,7 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import STREAMED, TINY_MOE, greedy_logits
+from common import STREAMED, TINY_MOE, greedy_logits, needs_kernels
 from families import E, K
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -66,7 +66,7 @@ def test_counters(path, mode):
 
 
 @on_host
-@pytest.mark.parametrize("kernel", ["fast", "mlx"])
+@pytest.mark.parametrize("kernel", [pytest.param("fast", marks=needs_kernels), "mlx"])
 def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch):
     monkeypatch.setattr(layer, "PART_NBYTES", 1)
     begun, read, begin, bring = [], [], layer.LayerSlots.begin, residency.Residency.bring

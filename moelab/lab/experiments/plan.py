@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
-import psutil
 
 from ... import synthesize
 from ...checkpoint import CheckpointError, temporary_folder
@@ -28,6 +27,7 @@ from ...replay.advice import Advice
 from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, typical_trace
 from ...streaming.facts import ModelFacts
 from ...streaming.plan import DoesNotFit, Plan, memory_for_a_model, plan_of
+from ...system import HERE
 from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
@@ -224,7 +224,7 @@ def _here():
 
 def _memory(ram=None):
     """Return this machine's bytes of memory (or ``ram``), and those that a model does not get."""
-    total = ram or psutil.virtual_memory().total
+    total = ram or HERE.memory()[0]
     return total, taken_of(ram) if ram else total - memory_for_a_model()
 
 
