@@ -39,9 +39,9 @@ ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
 # Seconds a byte for which huge pages are still asked. Reads into them come at 2.4 GB/s in place of
 # 1.7 and cost half of a core's time: 40 layers in 8 GB then decode 1.1 to 1.4 times as fast, which
-# is worth some 0.5 to 1 s a GB of slots in a text of 128 tokens. Huge pages took 0.2 to 0.5 s a GB, and 1
-# to 4 s where Linux had to move other pages for them, or where a virtual machine's host had taken
-# the memory back. Small pages took 0.4 to 1.8 s a GB (two cores of a virtual machine).
+# is worth some 0.5 to 1 s a GB of slots in a text of 128 tokens. Huge pages took 0.2 to 0.5 s a GB,
+# and 1 to 4 s where Linux had to move other pages for them, or where a virtual machine's host had
+# taken the memory back. Small pages took 0.4 to 1.8 s a GB (two cores of a virtual machine).
 HUGE_S = 3e-9
 
 
