@@ -19,7 +19,7 @@ SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a p
 
 
 def allow_open(n: int, path: Path) -> None:
-    """Let the process open ``n`` more files of a model folder, or raise OSError with the limit."""
+    """Let the process open ``n`` more files of a model; OSError names the limit that is too low."""
     needed = psutil.Process().num_fds() + n + SPARE
     _raise_soft_limit(needed)
     allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

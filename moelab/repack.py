@@ -120,7 +120,7 @@ def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[Expert
 
 
 def memory_for(layers: list[list[tuple[ExpertTensor, int]]], experts: int) -> memoryview:
-    """Make memory into which ``read_s`` can read so many experts of any layer."""
+    """Make memory into which ``read_s`` can read ``experts`` experts of any layer."""
     return huge_pages(experts * max(sum(n + PAGE_NBYTES for _, n in layer) for layer in layers))
 
 

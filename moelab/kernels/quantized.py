@@ -5,8 +5,8 @@ operations in the same order, whatever other rows, matrices and threads there ar
 might change the order with the number of rows). MLX adds in another order, so its sums differ by
 rounding.
 
-For affine weights, inputs are divided by a power of two and results multiplied with it, so that
-sums overflow no earlier than MLX's. This changes no bit of a result, unless an input is below
+For affine weights, inputs are divided by a power of two and results are multiplied by it, so
+that sums overflow no earlier than MLX's. This changes no bit of a result, unless an input is below
 1.2e-35. If an input is inf or -inf, a result may be NaN here and inf or -inf with MLX. Sums near
 float32's largest number may overflow in one order and not in the other.
 """

@@ -273,7 +273,7 @@ def _label(name):
 
 
 def _number(value, digits=3):
-    """Write a number with so many significant digits, never as a power of ten."""
+    """Write a number with ``digits`` significant digits, never as a power of ten."""
     return f"{value:.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
 
 

@@ -94,13 +94,8 @@ def read(path: str | Path | None = None) -> list[dict[str, Any]]:
     return json.loads(Path(path or shipped("claims.json")).read_text(encoding="utf-8"))
 
 
-def judge(claim: dict[str, Any]) -> Judged:
-    """Judge a claim by figures that are computed from the records."""
-    return _judged([claim])[0]
-
-
-def _judged(claims):
-    """Judge some claims; each record is read once."""
+def judge(*claims: dict[str, Any]) -> list[Judged]:
+    """Judge claims by figures that are computed from the records; each record is read once."""
     names = records.NAMES | {"read": functools.cache(_read)}
     return [
         Judged(c, [_figure(c, names, *item) for item in c.get("figures", {}).items()])
@@ -148,7 +143,7 @@ def scorecard(*ids: str) -> DataFrame:
     rows = [
         {"id": j.claim["id"], "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
         | {key: j.claim[key] for key in ("source", "notebook")}
-        for j in _judged(_named(ids))
+        for j in judge(*_named(ids))
     ]
     return DataFrame(rows).set_index("id")
 
@@ -158,7 +153,7 @@ def regimes(*ids: str) -> DataFrame:
     rows = [
         {"id": j.claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
         | {"says": f.says}
-        for j in _judged(_named(ids))
+        for j in judge(*_named(ids))
         for f in j.figures
     ]
     return DataFrame(rows).set_index("id")

@@ -44,7 +44,7 @@ def reads(
 
 
 def _divided(needed, tables):
-    """Divide needed experts: each rank gets those it holds, and its share of those none holds."""
+    """Give each rank the needed experts that it holds, and a share of those that no rank holds."""
     mine = [[e for e in needed if e in table.slot_of] for table in tables]
     held, misses = {e for own in mine for e in own}, [0] * len(tables)
     for e in needed:

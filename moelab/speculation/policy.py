@@ -177,7 +177,7 @@ class Policy:
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:
-        """Seconds for the draft to read so many tokens: the least estimate of measured reads."""
+        """Seconds for the draft to read ``num_tokens``: the least estimate of measured reads."""
         reads = self._missed_s if num_tokens else ()
         return min((s * max(1, num_tokens / n) for n, s in reads), default=0.0)
 

@@ -124,12 +124,12 @@ class Plan:
         return int(min(self.num_experts, nbytes / self.facts.slot_nbytes))
 
     def slots_beside(self, tokens: int) -> int:
-        """The slots that stay in use while a call of so many tokens is computed."""
+        """The slots that stay in use while a call of ``tokens`` tokens is computed."""
         share = (tokens - FEW_TOKENS) / max(1, self.prompt_tokens - FEW_TOKENS)
         return self.slots - ceil(min(1.0, max(0.0, share)) * (self.slots - self.prompt_slots))
 
     def call_nbytes(self, tokens: int, caches: Sequence = (), is_first: bool = False) -> int:
-        """The bytes, beside the slots, of a call that computes so many tokens at once.
+        """The bytes, beside the slots, of a call that computes ``tokens`` tokens at once.
 
         ``caches`` grow; each is copied as it grows, one at a time. The first call loads kernels.
         """

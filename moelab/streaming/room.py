@@ -167,7 +167,7 @@ class Room:
             self._rest_until = now + self._rest_s
 
     def _use(self, slots):
-        """Use so many slots in each layer. No layer may be computing with one."""
+        """Use ``slots`` slots in each layer. No layer may be computing with a slot."""
         if slots == self._in_use:
             return
         if slots > self._in_use:

@@ -208,7 +208,7 @@ BOUND = {"least": 1.05, "within": 1.1}  # an effect smaller than 1.1 is none
     ],
 )
 def test_a_verdict_follows_from_the_intervals(figures, verdict, because):
-    judged = claims.judge(claim(**figures) | {"why": {"depends": "Warm it does."}})
+    (judged,) = claims.judge(claim(**figures) | {"why": {"depends": "Warm it does."}})
     assert judged.verdict == verdict
     assert re.search(because, judged.because), judged.because
     assert judged.because.startswith("Warm it does. ") is (verdict == "depends")
@@ -217,7 +217,7 @@ def test_a_verdict_follows_from_the_intervals(figures, verdict, because):
 def test_a_record_changed_by_hand_changes_its_verdict(tmp_path):
     """The seconds of one variant of a shipped record are doubled, as a wrong edit would."""
     (made,) = (c for c in claims.read() if c["id"] == "C2")
-    assert claims.judge(made).verdict == "confirmed"
+    assert claims.judge(made)[0].verdict == "confirmed"
     text, ahead = json.dumps(made), "next token scheduled ahead"
     for name in ("cpu_loops_tiny_moe", "cuda_loops_35b"):
         samples, file = records.read(name), tmp_path / f"{name}.json"
@@ -225,12 +225,12 @@ def test_a_record_changed_by_hand_changes_its_verdict(tmp_path):
         samples.loc[samples.variant == ahead, seconds] *= 2
         records.save(file, samples)
         text = text.replace(f'\\"{name}\\"', f'\\"{file}\\"')
-    assert claims.judge(json.loads(text)).verdict == "refuted"
-    other = claims.judge(json.loads(text.replace(ahead, "none")))
+    assert claims.judge(json.loads(text))[0].verdict == "refuted"
+    (other,) = claims.judge(json.loads(text.replace(ahead, "none")))
     assert other.verdict == "open" and " in the record" in other.because
     for file in tmp_path.iterdir():  # a trial decides nothing
         file.write_text(json.dumps(json.loads(file.read_text()) | {"trial": "few runs"}))
-    trial = claims.judge(json.loads(text))
+    (trial,) = claims.judge(json.loads(text))
     assert trial.verdict == "open" and "is a trial" in trial.because
 
 

@@ -132,6 +132,19 @@ def test_a_conversation(dialect):
     assert asked.request.messages == chat.request.messages and asked.asks == chat.asks
 
 
+@both
+def test_a_form_by_the_chats_name_is_kept(dialect):
+    form = {"response_format": {"type": "json_object"}}
+    (ask,) = Asked(dialect.kind, dialect.usual | form, speaker.caller()).asks
+    assert ask.form and "%json" in ask.form
+
+
+def test_a_response_says_which_tools_were_asked_for():
+    for choice in ("auto", "none"):
+        asked = Asked(RESPONSES, {"input": "x", "tool_choice": choice}, speaker.caller())
+        assert next(iter(asked.answer.begin()))["response"]["tool_choice"] == choice
+
+
 def test_what_the_model_cannot_use(caplog):
     """The log names each kind of tool and item once."""
     requests.leave_out.cache_clear()

@@ -248,7 +248,7 @@ def test_auto_asks_nobody_while_it_is_off_and_records_nothing_anew(moe, small_ma
 
 
 def calls(trial, missing, milliseconds, num, rng):
-    """Which of so many calls prefetched, of times ``[2, num]`` without and with, and noise."""
+    """Say of each of ``num`` calls whether it prefetched; ``milliseconds`` are without and with."""
     ons, near = np.zeros(num, int), 0.0
     for i, (m, ms) in enumerate(zip(missing, milliseconds.T)):
         ons[i], near = trial.on, 0.5 * near + rng.normal(0, 0.07)

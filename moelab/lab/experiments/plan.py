@@ -114,7 +114,7 @@ class Forecast:
         return self.advice.config.slots
 
     def prompt_s(self, tokens: int) -> tuple[float, float]:
-        """``Machine.prompt_s`` of a prompt of so many tokens."""
+        """``Machine.prompt_s`` of a prompt of ``tokens`` tokens."""
         return self.machine.prompt_s(self.plan, tokens, self.slots)
 
     def table(self, prompt: int, more: Mapping[str, str] = {}) -> str:

@@ -85,7 +85,7 @@ def alignment(path: str) -> int:
 
 
 def huge_pages(nbytes: int) -> memoryview:
-    """Allocate so many bytes of memory, in huge pages if Linux has some to give."""
+    """Allocate ``nbytes`` of memory, in huge pages if Linux has some to give."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, nbytes + HUGE_NBYTES, private)  # unwritten pages take no memory
     first = -address_of(memory) % HUGE_NBYTES

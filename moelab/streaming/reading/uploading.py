@@ -92,7 +92,7 @@ class UploadingReader(Reader):
             self._copying = []
 
     def _take(self, nbytes):
-        """Take the smallest free memory of at least so many bytes, or new memory."""
+        """Take the smallest free memory of at least ``nbytes``, or new memory."""
         large = [memory for memory in self._free if memory.nbytes >= nbytes]
         if not large:
             self._memory.append(Staging(nbytes, self.readers))
@@ -139,7 +139,7 @@ class UploadingReader(Reader):
 
 
 def _cut(parts, sizes):
-    """Divide parts of memory, each an address and its bytes, into groups of so many bytes."""
+    """Divide parts of memory, each an address and its bytes, into groups of ``sizes`` bytes."""
     parts = deque(parts)
     for size in sizes:
         group = []

@@ -61,7 +61,7 @@ class LayerSlots:
         self._take(config.slots)
 
     def _take(self, slots):
-        """Take memory for so many slots, and forget the present ones."""
+        """Take memory for ``slots`` slots, and forget the present slots."""
         slots = min(slots, self.num_owned)
         self.bank = self._slot_of_all = None  # frees the old slots before new memory is taken
         self.bank = self._take_bank(slots)
@@ -111,7 +111,7 @@ class LayerSlots:
         return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
 
     def resize(self, slots: int) -> None:
-        """Use so many slots, at most as many as were taken; nothing may be using one of them."""
+        """Use ``slots`` slots, at most as many as were taken; nothing may be using a slot."""
         if not can_empty():
             return self._take(slots)
         self.awaited, self.ahead = [], []

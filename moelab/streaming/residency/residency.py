@@ -140,7 +140,7 @@ class Residency:
             layer.begin_ahead(slots)
 
     def expect(self, tokens: int) -> None:
-        """Read ahead for a prompt of so many tokens, before its first layer is computed."""
+        """Read ahead for a prompt of ``tokens`` tokens, before its first layer is computed."""
         for layer in self.layers[:1]:
             # A rank's share of the experts is also its share of the pairs.
             if self._is_long(layer, tokens * self._top_k * layer.num_owned / layer.num_experts):
@@ -194,7 +194,7 @@ class Residency:
         return sum(layer.bank.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Use so many slots in each layer, at most as many as were taken. No layer may run."""
+        """Use ``slots`` slots in each layer, at most as many as were taken. No layer may run."""
         self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
