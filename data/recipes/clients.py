@@ -203,6 +203,8 @@ def aider():
     file = a_file(folder)
     options = ["--no-git", "--yes", "--edit-format", "whole", "--no-show-model-warnings"]
     options += ["--no-check-update", "--analytics-disable", "--model", "openai/default_model"]
+    for kept in ("chat", "input"):  # else it leaves them where the nearest .git is
+        options += [f"--{kept}-history-file", file.parent / f"{kept}.txt"]
     with speaking(engine=Scripted([["a.txt\n```\nbye\n```\n"]])) as url:
         options += ["--openai-api-base", url, "--openai-api-key", "x"]
         ran(folder / "aider", *options, "--message", "change a.txt", file, cwd=file.parent)
