@@ -4,9 +4,10 @@
         [--prompts [126,400]] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
 TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
-``StreamConfig``. A round runs all ways in random order, each in a new process. Under a limit
-(memory of the process and its page cache) the model's pages are dropped from the cache before each
-run. Medians and quartiles are printed, of each way's figures and of these over the first way's.
+``StreamConfig``, or ``limit=MB`` (0: none) in place of ``--limit``. A round runs all ways in
+random order, each in a new process. Under a limit (memory of the process and its page cache) the
+model's pages are dropped from the cache before each run. Medians and quartiles are printed, of each
+way's figures and of these over the first way's.
 
 A run reads a prompt, then a recorded text token by token. All ways do the same work, and must
 choose the same tokens. The first ``--warm`` tokens are not timed. The warm-up round records a trace
@@ -82,10 +83,13 @@ def spoil(right, found):
     def spoilt(self, layer, likely, p):
         experts, changed, p = self._layers[layer], likely.copy(), p.copy()
         held = {*experts.slots.table.slot_of}
-        others = [e for e in range(experts.num_experts) if e not in held.union(likely.flat)]
-        for at in product(range(len(p)), range(experts.session.top_k if others else 0)):
+        taken, num_experts = held.union(likely.ravel().tolist()), experts.num_experts
+        top_k = experts.session.top_k if len(taken) < num_experts else 0
+        for at in product(range(len(p)), range(top_k)):
             if likely[at] not in held and (drawn := rng.random()) >= found:
-                changed[at] = rng.choice(others)
+                while (other := rng.randrange(num_experts)) in taken:  # quick: most are free
+                    pass
+                changed[at] = other
                 p[at] = p[at] if drawn < found / right else -1  # -1: it is not named
         return choose(self, layer, changed, p)[0], likely.ravel().tolist()
 
@@ -99,15 +103,16 @@ def way(words, args):
     name, tree, model, *words = words.replace("=", ",", 1).split(",")
     words, trace = (word.split("=", 1) for word in words), str(ROOT / "build" / f"trees-{name}.npz")
     options = {key: int(value) if value.isdigit() else value for key, value in words}
+    max_mb = options.pop("limit", args.limit)
 
     def run(i):
         record = i < 0 and options.get("prefetch") == "oracle"
         given = vars(args) | {"model_path": model, "record": record, "file": trace}
         given |= {"options": options | ({"prefetch": "none"} if record else {})}
-        if args.limit:
+        if max_mb:
             oscache.drop_pages(model)
         words = ["env", f"PYTHONPATH={Path(tree).resolve()}", sys.executable, __file__, "--child"]
-        done = limit.run([*words, json.dumps(given)], args.limit * 1_000_000 or None)
+        done = limit.run([*words, json.dumps(given)], max_mb * 1_000_000 or None)
         if done.returncode:
             sys.exit(f"{name}: ended with {done.returncode}: {done.stderr[-500:]}")
         return json.loads(done.stdout.splitlines()[-1])
