@@ -32,6 +32,8 @@ from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is i
 compiled.keep_own()
 
 __version__ = "0.2.0"
+# The engine's number, which records carry: raised if what it reads or computes, and when, changes.
+ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 

@@ -1,8 +1,11 @@
 """Measure the records of data/results again, in parts of half an hour at most on two quiet cores.
 
-    python data/recipes/records.py                   lists the parts
-    python data/recipes/records.py ladder prompts    measures two of them
+    python data/recipes/records.py                   lists the parts, and which records are old
+    python data/recipes/records.py ladder prompts    measures two parts
     python data/recipes/records.py cpu_ladder_35b    measures one record
+    python data/recipes/records.py old               measures the old ones; go on after a stop
+
+A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted meanwhile.
 
 The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
 command (``{out}`` is the file, other words in braces are checkpoints, made once under
@@ -17,6 +20,7 @@ import subprocess
 import sys
 import time
 
+import moelab
 from moelab import DATA
 from moelab.checkpoint import read_json
 from moelab.lab import records
@@ -86,6 +90,13 @@ def changes(old, new):
     return [*found, f"changed by more than its interval: {len(found)} of {both}"]
 
 
+def old(header):
+    """Return why a record is to be made anew, or nothing."""
+    engine, drift = header.get("machine", {}).get("engine", 1), records.drift(header["rows"])
+    told = [f"engine {engine}"] if engine < moelab.ENGINE else []
+    return ", ".join([*told, f"drift {drift:.0%}"] if drift > records.DISTURBED else told)
+
+
 def groups(samples):
     """Return the samples of each measured column, by variant and settings."""
     alive, by = samples[~samples.killed], ["variant"]
@@ -105,15 +116,22 @@ def main(*names):
     parts = {}
     for name, header in headers.items():
         parts.setdefault(header["part"], []).append(name)
+    own = "cuda_" if card()["backend"] == "CUDA" else "cpu_"
+    why = {name: old(header) for name, header in headers.items()}
+    parts["old"] = [name for name in headers if why[name] and name.startswith(own)]
     if wrong := [name for name in names if name not in parts and name not in headers]:
         known = ", ".join(sorted(parts))
         raise SystemExit(f"records: expected {known} or records' names; got {', '.join(wrong)}")
     asked = [n for name in names for n in parts.get(name, [name])]
-    own = "cuda_" if card()["backend"] == "CUDA" else "cpu_"
     if others := [name for name in asked if not name.startswith(own)]:
         raise SystemExit(f"records: this machine makes records {own}*, got {', '.join(others)}")
     if not names:
-        print(*(f"{part}: {', '.join(parts[part])}" for part in sorted(parts)), sep="\n")
+        del parts["old"]
+        told = {name: f"{name} (old: {said})" if said else name for name, said in why.items()}
+        print(
+            *(f"{part}: {', '.join(map(told.get, parts[part]))}" for part in sorted(parts)),
+            sep="\n",
+        )
     status = 0
     for name in dict.fromkeys(asked):
         begin = time.monotonic()

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .. import ENGINE
 from ..kernels import code
 from ..memory import memory_limit
 from ..repack import Gain, measure_gain
@@ -48,17 +49,20 @@ def card() -> dict[str, Any]:
         "backend": "CPU" if not gpu else "Metal" if mx.metal.is_available() else "CUDA",
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "moelab")},
+        "engine": ENGINE,
         "date": date.today().isoformat(),
     }
 
 
 def card_line(card: dict[str, Any] | None = None) -> str:
-    """Write a ``card`` (None: this machine's) in one line."""
+    """Write a ``card`` (None: this machine's) in one line, with the engine if it is not today's."""
     c = card or globals()["card"]()
+    old = "" if (engine := c.get("engine", 1)) == ENGINE else f" engine {engine} of {ENGINE}"
     where = f"{c['backend']} backend" + (f", {c['gpu']}" if c["gpu"] else "")
     versions = ", ".join(f"{name} {c[name]}" for name in ("mlx", "mlx-lm", "moelab"))
     memory, system = f"{c['memory_nbytes'] / 2**30:.0f} GiB", c["os"].split()[0]
-    return f"{c['cpu']}, {c['cores']} cores, {memory}, {system}; {where}; {versions}; {c['date']}"
+    which = f"{c['cpu']}, {c['cores']} cores, {memory}, {system}; {where}; {versions}{old}"
+    return f"{which}; {c['date']}"
 
 
 def read_speed(

@@ -46,7 +46,7 @@ COMPUTED = {  # columns that ``table`` computes where rows have the columns of t
     "read_nbytes_per_token": "bytes_read / decode_tokens",
     "tau": "1 + accepted / rounds",
 }
-DISTURBED = 0.1  # a run is disturbed if other processes use more than this share of the cores
+DISTURBED = 0.1  # a run is disturbed if others use more of the cores, or if it drifts by more
 CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
 
@@ -104,7 +104,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
         )
     spoilt = found.get("partial") or found.get("load", {}).get("disturbed")
     if spoilt and not (disturbed or "trial" in found):
-        what = "was cut off" if found.get("partial") else "ran while other work used the processor"
+        what = "was cut off" if found.get("partial") else "was disturbed (see load in its header)"
         raise ValueError(
             f"{name}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
             "read it with disturbed=True."
@@ -278,26 +278,54 @@ class Running:
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return the record of the samples so far, with the load so far.
 
-        ``load`` has the averages before the run, the cores that other processes used during it, and
-        whether these disturbed the run: seconds can be disturbed, counts cannot.
+        ``load`` has the averages before the run, the cores that other processes and other virtual
+        machines used during it, the clock's rate, the ``drift``, and whether other processes or
+        the drift disturbed the run: seconds can be disturbed, counts cannot.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
-        others = max(0.0, (_others_s() - self.others_s) / took_s)
+        others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
+        shifted, clock = drift(rows), psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+        much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
         load = {
             "average_before": self.average,
             "cores_of_others": round(others, 3),
-            "disturbed": is_timed and others > DISTURBED * self.header["machine"]["cores"],
+            "cores_stolen": round(steal, 3),
+            "clock_mhz": round(clock.current) if clock else None,
+            "drift": round(shifted, 3),
+            "disturbed": is_timed and much,
         }
         return self.header | {"load": load} | more | {"rows": rows}
 
 
 def _others_s():
-    """Return the CPU seconds that other processes used since the machine started."""
+    """Return the CPU seconds of other processes since the machine started, and the stolen ones."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return busy - sum(u.ru_utime + u.ru_stime for u in own)
+    return busy - sum(u.ru_utime + u.ru_stime for u in own), getattr(total, "steal", 0.0)
+
+
+def drift(rows: list[dict[str, Any]]) -> float:
+    """Compute how much slower the slowest third of a run was than its fastest: 0.1 is a tenth.
+
+    Variants without drafts that ran in each round are the control: a round's speed is the median of
+    their times, each over its own median. Fewer than five rounds have no drift (0).
+    """
+    took = {}  # by variant, then by round
+    for row in rows:
+        timed = ["decode_s", *(name for name in row if name.endswith(("seconds", "_s")))]
+        seconds = next((row[name] for name in timed if isinstance(row.get(name), float)), 0)
+        if seconds and not row.get("drafted"):
+            of, i = took.setdefault(row.get("variant"), {}), row.get("round")
+            of[i] = of.get(i, 0) + seconds / (row.get("decode_tokens") or 1)
+    rounds = sorted({i for of in took.values() for i in of if i is not None})
+    whole = [[of[i] for i in rounds] for of in took.values() if of.keys() >= {*rounds}]
+    if len(rounds) < 5 or not whole:
+        return 0.0
+    of_round = np.median([np.divide(times, np.median(times)) for times in whole], axis=0)
+    thirds = [np.median(part) for part in np.array_split(of_round, 3)]
+    return float(max(thirds) / min(thirds) - 1)
 
 
 @functools.cache
@@ -337,8 +365,9 @@ def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = No
     """Print a record's report and whether other work disturbed the run, and save the record."""
     load = samples.attrs.get("load", {})
     if load.get("disturbed"):
-        cores = f"other processes used {load['cores_of_others']:.1f} cores"
-        text += "\n" * bool(text) + f"DISTURBED: {cores}; this run is not a record"
+        told = f"other processes used {load['cores_of_others']:.1f} cores"
+        told += f", the speed drifted by {load.get('drift', 0):.0%}"
+        text += "\n" * bool(text) + f"DISTURBED: {told}; this run is not a record"
     if text:
         print(text)
     if path is not None:

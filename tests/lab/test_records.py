@@ -38,20 +38,36 @@ def test_a_table_is_written_and_read_again(table, tmp_path):
 
 
 def test_a_run_that_was_disturbed_or_cut_off_is_refused(tmp_path, monkeypatch, capsys):
-    path, seconds, clock = str(tmp_path / "r.json"), iter([100.0, 103.0]), iter([0.0, 1.0])
+    path, seconds, clock = (
+        str(tmp_path / "r.json"),
+        iter([(100.0, 0), (103.0, 1)]),
+        iter([0.0, 1.0]),
+    )
     monkeypatch.setattr(records, "_others_s", lambda: next(seconds))
     monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(records, "card", lambda: {"cores": 2})
     made = records.Running("bench").table(ROWS)
     records.print_and_save("report", made, path)
     assert "DISTURBED: other processes used 3.0 cores" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="ran while other work used the processor"):
+    with pytest.raises(ValueError, match="was disturbed"):
         records.read(path)
     made.attrs |= {"load": {}, "partial": True}
     records.save(path, made)
     with pytest.raises(ValueError, match="was cut off"):
         records.read(path)
     assert len(records.read(path, disturbed=True)) == 6
+
+
+def test_a_run_whose_speed_drifts_is_disturbed():
+    def rows(*seconds):
+        each = [(i, s, over) for i, s in enumerate(seconds) for over in (1, 3, 0.5)]
+        return [{"variant": str(over), "round": i, "decode_s": over * s} for i, s, over in each]
+
+    assert records.drift(rows(1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0)) == 0  # in single rounds
+    assert records.drift(rows(1.0, 9.0, 1.0, 9.0)) == 0  # too few
+    assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25)) == pytest.approx(0.25)
+    assert records.drift([{"variant": "a", "round": i, "counted": i} for i in range(9)]) == 0
+    assert records.Running("bench").record(rows(1.0, 1.0, 1.0, 1.0, 1.2, 1.2))["load"]["disturbed"]
 
 
 def test_variants_are_grouped_and_paired_by_round(table):
@@ -163,6 +179,8 @@ def test_a_part_makes_its_checkpoints_and_its_records(tmp_path, monkeypatch, cap
     told = capsys.readouterr().out
     assert "v, seconds: 13.5 [11.2, 15.8] -> 1.5 [1.25, 1.75]" in told
     assert "changed by more than its interval: 1 of 1" in told
+
+    assert recipe.main() == 0 and "one: cpu_a (old: engine 1)" in capsys.readouterr().out
 
     monkeypatch.setattr(recipe, "card", lambda: {"backend": "CUDA"})
     with pytest.raises(SystemExit, match="makes records cuda_"):
