@@ -11,6 +11,10 @@ seconds end in ``_s``.
     commands/       ``python -m moelab``, and the server
     replay/         what recorded routing would cost with other slots and policies
     lab/            measurements, records and charts, for the notebooks
+
+These files say how to add something: a family of models (streaming/build.py), an eviction policy
+(streaming/residency/table.py), a source of experts (streaming/reading/__init__.py), a dialect of
+the server (commands/server/__init__.py).
 """
 
 import _signal

@@ -128,7 +128,8 @@ def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memo
     """Return the seconds that reading ``wanted`` takes together: (file, first byte, bytes) each."""
     reads, rooms, at = [], [], 0
     for file, first, nbytes in wanted:
-        at += (first - at) % PAGE_NBYTES  # as far into a page as in the file: blocks can land
+        # Begin as far into a page of memory as of the file, so that whole blocks can be read.
+        at += (first - at) % PAGE_NBYTES
         reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
         rooms.append(address_of(memory) + at - first % PAGE_NBYTES)
         at += nbytes

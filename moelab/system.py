@@ -166,7 +166,7 @@ class Mac(System):
 
     @cached_property
     def _host(self):
-        """The kernel's port; each call of ``mach_host_self`` takes one more right to it."""
+        """The kernel's port, cached: each ``mach_host_self`` takes one more right to it."""
         return ctypes.c_uint32(self.libc.mach_host_self())
 
     def _ask(self, name, value):

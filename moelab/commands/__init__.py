@@ -2,4 +2,5 @@
 
 A command has ``add_arguments(parser)`` and ``run(args)``, which gives the exit status (None: 0).
 ``args.error(text)`` ends it as a wrong command line does. Commands that only measure are in lab.
+The HTTP server behind ``serve`` is in server/.
 """

@@ -68,7 +68,7 @@ class Layer(blocks.Block):
         passes, n = self.__dict__["_passes"], len(x.x)
         found = passes.get(n)
         if found is not None and not found.is_valid():
-            found = passes.clear()  # the other records have the same modules
+            found = passes.clear()  # none is valid: all have the same modules
         if found is None:
             found = passes[n] = Pass.of(self, n)
         return None if found is None else found.run(x, mask, cache)

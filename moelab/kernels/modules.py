@@ -279,7 +279,7 @@ def _is_mlp(cls):
     words = {f"{name}_proj": written(name) for name in ("gate", "up", "down")}
     try:
         y = with_globals(call, {"swiglu": written("swiglu")})(SimpleNamespace(**words), "x")
-    except Exception:  # it computes something else
+    except Exception:  # the class's call computes something else
         return False
     return y == "down(swiglu(gate(x), up(x)))"
 

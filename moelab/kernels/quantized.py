@@ -207,7 +207,7 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 
 
 class _Packer(Code):
-    """Packs rows in the order of ``Packed``, the inputs of L words at a time."""
+    """Packs rows in the order of ``Packed``. A step takes the inputs of L words of weights."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"

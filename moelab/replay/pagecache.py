@@ -116,11 +116,12 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
 
     The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
     only read. A new page goes to the head of the inactive list. If it is read again there, it moves
-    to the active list. The tail of the inactive list is reclaimed. While the active list is longer
-    than the inactive one (3 times as long from 1 GiB on, sqrt(10 n) times from n GiB on), its tail
-    moves to the inactive list. A page that is read again before as many reclaims and activations as
-    the active list is long goes to the active list at once. Whole units come and go here; the
-    kernel reclaims page by page. ``units`` ``[N]`` are in the order of reading.
+    to the active list. The tail of the inactive list is reclaimed. While the active list is more
+    than r times as long as the inactive one, its tail moves to the inactive list: r is 1 below 1
+    GiB, sqrt(10 n) for n GiB. A reclaimed page counts the reclaims and activations since. If it is
+    read again when these are no more than the active list has pages, it goes to the active list at
+    once. Whole units come and go here; the kernel reclaims page by page. ``units`` ``[N]`` are in
+    the order of reading.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)

@@ -67,7 +67,7 @@ class DFlashArgs(qwen3.ModelArgs):
             self.num_hidden_layers, self.num_target_layers
         )
 
-        def check(name, good):  # no draft has these numbers, but MLX would take them silently
+        def check(name, good):  # MLX would silently take numbers that no draft has
             if not good:
                 raise ValueError(f"a {name} of {shorten(repr(getattr(self, name)), 60)}")
 
@@ -81,7 +81,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that a draft reads by default: spread over 1 to L - 3; if one, L // 2."""
+    """The target's layers that a draft reads by default: spread from 1 to L - 3, or only L // 2."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -114,7 +114,8 @@ class DFlashModel(nn.Module):
     def extend(self, features: mx.array, cache: list) -> None:
         """Put the next T tokens into the cache; features ``[B, T, n * D]``.
 
-        ``QUEUED_TOKENS`` or more are evaluated here, layer by layer; the caller evaluates fewer.
+        If T is ``QUEUED_TOKENS`` or more, the cache is evaluated here, layer by layer. Else the
+        caller evaluates it.
         """
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):

@@ -10,7 +10,8 @@ and with any draft, but for the rounding of longer passes. A round of ``_Rounds`
     tell the policy    what the round cost and brought
     roll back, commit  the target's cache keeps the accepted tokens     (``rollback``)
 
-mlx-lm's ``stream_generate`` makes text of the tokens, with ``moelab.detokenizer``.
+mlx-lm's ``stream_generate`` makes text of the tokens, with the ``Detokenizer`` that ``load`` gives
+to tokenizers (``moelab/detokenizer.py``).
 """
 
 import time
@@ -43,9 +44,9 @@ class Round:
 
     number: int  # from 0
     drafted: int = 0  # tokens that the draft proposed
-    accepted: int = 0  # drafted tokens that the target chose too; its own next token follows
+    accepted: int = 0  # drafted tokens that the target chose too, without its own next token
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # seconds from then to the target's choice (no drafts: its previous one)
+    verify_s: float = 0.0  # seconds from then to the target's tokens (no drafts: to the one before)
 
 
 @dataclass
@@ -224,7 +225,7 @@ class _Rounds:
                 most = max(self._left - 1 - bool(self._pending), 0)
                 most = min(most, self._target.room() - 1)
                 n = min(self._policy.choose(self._missed, most), most)
-                if self._pending and (n or self._left == 1):  # yield it before drafting delays it
+                if self._pending and (n or self._left == 1):  # drafting would delay it
                     pending, self._pending = self._pending, None
                     self._left -= 1
                     yield self._last.item(), *pending
@@ -320,7 +321,7 @@ class _Target:
         self._rollback = Rollback(model, self._cache)
         self._capture = Capture(model, draft.layer_ids) if draft.layer_ids else None
         self._read = None  # the tokens of the last pass and their features, until ``keep``
-        self.accepted = 0  # how many of these ``finish`` keeps if the caller stops
+        self.accepted = 0  # how many of those tokens ``finish`` keeps
 
     def prefill(self, tokens: mx.array, policy: Policy) -> None:
         """Read tokens [T] of the prompt in one pass."""

@@ -42,9 +42,10 @@ class Policy:
     Numbers that risk at most half of what is left come first, so a draft that begins badly is asked
     for fewer tokens.
 
-    The first pass with a number allocates, records or compiles: on an H200 it took 36 ms where 14
-    were expected; on two cores, with 40 layers, it took 2.1 tokens' time where later passes took
-    1.7 (one run each). It counts at most as expected, and so does a first draft that compiles.
+    The first pass with a number of drafts allocates memory, records or compiles kernels: on an H200
+    it took 36 ms where 14 were expected; on two cores, with 40 layers, it took 2.1 tokens' time
+    where later passes took 1.7 (one run each). It counts at most as expected, and so does a first
+    draft that compiles.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
@@ -144,7 +145,8 @@ class Policy:
             gain = tokens[n] * self.plain_s / cost_s
             if n <= most and gain > GAIN:
                 promising.append((gain, -n, missed_s + cost_s - self.plain_s))
-        for share in (0.5, 1):  # half first: a bad beginning makes drafts shorter, not rare
+        # Half of it first: after a bad beginning drafts become shorter before they stop.
+        for share in (0.5, 1):
             affordable = [p for p in promising if p[2] <= share * left_s]
             if affordable:
                 return -max(affordable)[1]
@@ -173,7 +175,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # If one number alone has times, they count for all: a block draft makes any in one pass.
+        # Times of one number alone count for all: a block draft makes any number in one pass.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:

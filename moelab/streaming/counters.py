@@ -20,7 +20,8 @@ class Counters:
     bytes_read: int = 0
     read_s: float = 0.0  # seconds in reads, summed over the threads
     wait_s: float = 0.0  # seconds in which the model waited for reads
-    # Of prefetches that began in this phase. The call that needs an expert may be in the other:
+    # Of prefetches that began in this phase; the call that needs the expert may be in the other
+    # phase:
     prefetch_issued: int = 0  # experts to prefetch; those not begun in time are cancelled
     prefetch_used: int = 0  # prefetched experts that their call needed; also hits
     prefetch_late: int = 0  # used ones whose read had not ended when their call began

@@ -22,7 +22,8 @@ from .residency.bank import slot_nbytes
 # A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
 # Arrays of the hidden size that a layer keeps for a token beside its experts' work: 16 with MLX's
-# kernels, 8 with the fast ones. Those also keep 3 copies of the results of its other matrices.
+# kernels, 8 with the fast ones. The fast ones also keep 3 copies of the results of the layer's
+# other matrices.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
@@ -106,7 +107,8 @@ class ModelFacts:
     def dense_nbytes(self) -> int:
         """Bytes of the checkpoint that each token needs beside experts.
 
-        All tensors but experts and the table of embeddings count; a table that is the head counts.
+        All tensors count except experts and the table of embeddings. A table that is also the head
+        counts.
         """
         experts = self.num_layers * self.num_experts * self.expert_nbytes
         return self.checkpoint_nbytes - experts - self.table_nbytes
@@ -201,7 +203,7 @@ def _activation_dtype(model):
 
 
 def grown_nbytes(caches: list, context: int) -> int:
-    """The bytes of caches grown to ``context`` tokens; the given ones, of two, are used up."""
+    """The bytes of caches once they hold ``context`` tokens; changes the given ones, of two."""
     kept = [_grown(c, context) for c in leaves(caches)]
     # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)

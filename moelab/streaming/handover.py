@@ -15,7 +15,7 @@ FEW_TOKENS = 64
 
 
 class Handover:
-    """Hands slot numbers to MLX, by pinned memory if asked and possible; knows what reads slots."""
+    """Hands slot numbers to MLX, by pinned memory if asked and possible; notes what reads slots."""
 
     def __init__(self, through_pinned: bool):
         self.mailbox = cuda.Mailbox() if through_pinned and cuda.available() else None
@@ -25,7 +25,7 @@ class Handover:
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[cuda.Copy] = ()
     ) -> mx.array:
-        """A uint32 array of the host's numbers; the GPU makes ``copies`` before its use."""
+        """Return the host's numbers as uint32; the GPU makes ``copies`` before it reads them."""
         if self.mailbox and numbers.size <= cuda.MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
         return kernels.to_mlx(numbers)

@@ -23,7 +23,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The least and most rows with which S slots round as E experts do with ``size`` rows.
+    """The least and most rows of a call of S slots that rounds as E experts with ``size`` rows.
 
     On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted rows
@@ -131,7 +131,7 @@ class StreamedExperts(nn.Module):
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keeps S slots; one gather for each projection computes a call (SwiftLM PR 90).
+    """Keeps S slots; a call is one gathered matmul for each projection (as in SwiftLM's PR 90).
 
     A call with more experts than slots is computed in parts, and reads each expert at most once.
     """
@@ -291,7 +291,7 @@ class Parts(Pairs):
 
 
 class Buffers(StreamedExperts):
-    """Read K experts at a time into K buffers, anew for each token (SwiftLM PR 26)."""
+    """Read K experts at a time into K buffers, anew for each token (as in SwiftLM's PR 26)."""
 
     one_by_one = False
 

@@ -41,8 +41,8 @@ PROCESS_NBYTES = 110_000_000
 # On CUDA the plan's memory is the GPU's, which does not hold the process. MLX took 70 to 143 MB of
 # GPU memory beside the planned arrays.
 GPU_NBYTES = 160_000_000
-# A tenth of the machine's memory, at most 4 GB, is left to other programs. Nothing of a cgroup's
-# limit is left: other programs have their own limits.
+# A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
+# whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A chunk of a prompt has at least 32 tokens (or the context). Where slots can lend their memory
 # to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere a chunk may take a
@@ -99,10 +99,10 @@ class Plan:
     # its only other argument. mlx-lm's ``prefill_step_size``, set to this, also saves the memory of
     # logits.
     prompt_tokens: int = PROMPT_TOKENS
-    # Whether experts are read past the page cache (Linux). With reads "auto" they are, on a CPU, if
-    # the available memory decided the number of slots, slots are more than K, and the page cache
-    # has room for less than twice the experts in slots (with slots for all: for fewer than all).
-    # Such a page cache holds much the same experts, and a copy from it takes a core's time.
+    # Whether experts are read past the page cache (Linux). With reads "auto" this takes a CPU, more
+    # than K slots, no ``memory_nbytes`` from the caller, and a small page cache: it has room for
+    # less than twice the experts in slots or, with slots for all, for fewer than all. Such a page
+    # cache holds much the same experts as the slots, and a copy from it takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -192,7 +192,7 @@ def plan_of(
     draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> Plan:
-    """Do ``plan`` for known facts and this rank's experts; ``most`` is for another machine."""
+    """Do ``plan`` for known facts and this rank's experts; ``most``: another machine's memory."""
     # Experts of a layer that this rank holds.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
@@ -273,7 +273,7 @@ def plan_of(
 
 def _beside(draft, facts, config):
     """Take a draft's weights off the config's memory; return config and bytes to reserve."""
-    if config.memory_nbytes is not None:  # measured memory is without the weights already
+    if config.memory_nbytes is not None:  # available memory is measured without them
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))

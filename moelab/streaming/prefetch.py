@@ -23,9 +23,9 @@ from .trace import Trace
 from .trial import Trial
 
 # ``Router`` names those of a token's experts that are so many times as probable as the likeliest
-# expert that the token does not take. (tiny-moe's held-out text, 16 of 64 slots: of the named ones
-# that are in no slot 0.84 are needed, and they are 0.61 of what has to be read; without this limit
-# 0.71 and 0.76.)
+# expert that the token does not take. (tiny-moe's held-out text, 16 of 64 slots: of the named
+# experts that are in no slot 84% are needed, and these are 61% of the experts to read. Without this
+# limit: 71% and 76%.)
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
 # take the cores' time, a wrong guess cost about twice what a right one gained (one run, n=4).
@@ -135,7 +135,7 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return experts to read and experts to keep, by the likeliest and p ``[n, asks_early]``.
+        """Return the experts to read and to keep; the likeliest and their p: ``[n, asks_early]``.
 
         The 2K likeliest experts of each token are kept: not evicted.
         """

@@ -34,7 +34,7 @@ from .config import StreamConfig
 # waiting. (If a rank's process ends, the others notice at once.)
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while the others load
-SAY_S = 8  # after these a rank says on stderr that it waits for the others to load
+SAY_S = 8  # after so long a rank says on stderr that it waits for the others to load
 LOOK_S = 0.5  # between two looks at the clock
 SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike

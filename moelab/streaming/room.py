@@ -15,9 +15,9 @@ from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
-# Seconds between two looks at the free memory; one takes 0.2 ms. macOS answers some 2 to 10
-# questions of all programs in a second, and others with a copy: a look after slots were given back
-# must not get one from before.
+# Seconds between two looks at the free memory; one takes 0.2 ms. macOS gives all programs together
+# some 2 to 10 new answers in a second, and else repeats an old one: a look must not get an answer
+# from before slots were given back.
 LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
 # Bytes that stay free. Other programs may take them between two looks, and a prompt may take a
 # little more than planned. (Without this reserve a server of 900 MB was killed.)
@@ -25,8 +25,9 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Seconds between two looks at swapping; a look takes 0.07 ms. Where swapping in takes more than
 # this share of the time, and swapping out does too, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
-# A Mac counts the swapped pages of all programs, and slots given back there do not return. So each
-# time the watch waits so many seconds more: a browser that opens costs just a quarter of the slots.
+# A Mac counts the swapped pages of all programs, and slots given back there do not return. So after
+# slots were given back the watch waits so many seconds more: a browser that opens then costs a
+# quarter of the slots and no more.
 SETTLE_S = 5.0
 # Slots that were given back because of swapping are tried again, an eighth at a time, after so many
 # seconds without swapping. If a try makes the system swap again, the wait doubles.
@@ -125,7 +126,7 @@ class Room:
         """Set how many slots there are from now on, if ``fitting`` fit; warn if they get fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
-        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that new ones stay
+        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # new slots must last
         fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         warned = kept if kept > slots else self._warned

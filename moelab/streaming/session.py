@@ -135,8 +135,9 @@ class Session:
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Begin a call of the whole model, or a part of one, for token ids ``[B, T]``.
 
-        Where MLX evaluates the routing, a prompt's recurrent states in ``caches`` are evaluated
-        with it, layer by layer: a lazy state keeps its layer's whole input in memory.
+        A prompt's recurrent states in ``caches`` are evaluated with each layer's routing, because a
+        lazy state keeps its layer's whole input in memory. Routing that goes through the mailbox
+        evaluates no state.
         """
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.tokens = inputs.size

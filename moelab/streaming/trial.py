@@ -18,7 +18,7 @@ AGAIN = 256, 4096
 MOST_LOG = 0.7  # a call that takes twice as long as its neighbour was disturbed
 # The error is estimated as if four pairs that differ by 15% came before: few pairs prove little.
 PRIOR_PAIRS, PRIOR_DEVIATION = 4, 0.15
-KEEP = 0.98  # each call weighs the older costs of missing experts by this
+KEEP = 0.98  # the weight of older costs of missing experts after each call
 MEAN_CALLS = 32  # calls in the mean of the missing experts (needed, in no slot)
 CHANGED = 0.5  # a change of that mean, as a share, after which a new trial begins
 
@@ -40,7 +40,7 @@ class Trial:
         self._again, self._decided, self._was = AGAIN[0], False, None
         self._first = self._last = None  # the pair's first call, and the last call
         self._slopes = self._squares = 0.0  # sums for the time that a missing expert costs
-        self._missing = self._then = self._slots = None  # mean now; mean, slots at the begin
+        self._missing = self._then = self._slots = None  # mean now; mean, slots as the trial began
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
         """Take in that a call took so long, with ``missing`` of its experts in no slot before."""

@@ -274,7 +274,7 @@ class Engine:
 
     def _place(self, text):
         """Put a text where it goes on: its prompt is read in parts, or it is written."""
-        # A text that waits for memory will soon be written, too.
+        # A text that waits for memory counts, because it will soon be written, too.
         others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
         place = "batch" if self.served.is_batchable and others else "alone"
         # A short prompt is left to the batch, or to the loop with a draft.

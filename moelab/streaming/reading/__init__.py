@@ -5,18 +5,20 @@ many ranges. If slots take nearly all of the memory, reads go past the page cach
 Linux the disk then writes into the slots by itself (``Queue``): no thread reads, no core copies.
 Where that is not possible, each thread reads through a buffer of its own.
 
-To add a source of experts, such as a network store, write a ``Reader`` that reads the same ranges
-in another way (as ``UploadingReader`` does), and choose it in ``Session``.
+To add a source of experts, such as a network store, write a subclass of ``Reader`` whose ``start``
+and ``start_ahead`` get the same ranges in another way (``UploadingReader`` is an example), and
+choose it in ``Session``. (``StreamConfig.source`` is about a GPU's host, see residency/host.py.)
 
 A layer that waits for experts calls ``Reader.start`` and ``finish``. Reads before a layer asks
 begin with ``start_ahead``; threads make them after all reads that layers wait for.
 
 A read by native code that fails or comes back short is tried once more with ``preadv``. A read
 also fails if it still comes back short or its file has changed. ``ReadError`` names the file and,
-unless the file has changed, tensor, expert and offset. The model's call raises the error, or on
-CUDA the next layer's call. A read ahead that fails raises nothing: the layer reads again.
-``SlotTable.commit`` is not reached for failed reads, so the table holds no expert whose bytes are
-missing. ``Session.call`` waits for the reads that have begun and cancels the others, and the next
-call frees the slots that prefetches had reserved (``SlotTable.recover``). The caller's prompt cache
-may hold the token in some layers and not in others: the caller begins again with a new one.
+unless the file has changed, tensor, expert and offset. The call of the layer raises the error.
+Where only the GPU waits for the reads, the next layer's call raises it, or the end of the model's
+call. A read ahead that fails raises nothing: the layer reads again. ``SlotTable.commit`` is not
+reached for failed reads, so the table holds no expert whose bytes are missing. ``Session.call``
+waits for the reads that have begun and cancels the others, and the next call frees the slots that
+prefetches had reserved (``SlotTable.recover``). The caller's prompt cache may hold the token in
+some layers and not in others: the caller begins again with a new one.
 """

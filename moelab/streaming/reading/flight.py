@@ -1,8 +1,8 @@
 """Asynchronous reads past the page cache: the thread that begins them goes on meanwhile.
 
 Linux reads without a thread (``io_submit``; ``io_uring`` gained nothing over it). The bytes land in
-the memory of their slots. If a file's tensors begin at an odd byte, the bytes land beside their
-place, and are moved there when somebody asks whether they have arrived.
+the memory of their slots. Bytes that cannot stay where their blocks land (``Record``) are moved to
+their place when somebody asks whether they have arrived.
 """
 
 import ctypes
@@ -195,7 +195,7 @@ class _Land(_Rows):
         def one(i, _):
             data, got = self.fields(events, self.mul(i, 4), 0, 2)
             row, place, needed = self.row(self.pointer(data, I64), I64(0))
-            # Fewer bytes than whole blocks come if the file ends in the last block.
+            # The read gives fewer bytes than whole blocks if the file ends in the last block.
             self.land(row, place, self.b.icmp_signed(">=", got, needed))
 
         self.loop(I64(0), n, 1, one)

@@ -117,7 +117,7 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
         return None
     try:
         writer = kind()
-        return writer.link(writer.compile())  # not cached on disk: a key covers only kernels/
+        return writer.link(writer.compile())  # not stored: ``stored`` covers kernels/
     except (OSError, RuntimeError):
         return None
 
@@ -198,7 +198,7 @@ class _DirectLoop(TableCode):
             # A range that does not fit into the buffer reads 0 bytes, so it counts as missing.
             whole = b.select(b.icmp_signed("<=", whole, size), whole, I64(0))
             got = b.call(pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
-            # Fewer bytes than ``whole`` come if the file ends in the last block.
+            # The read gives fewer bytes than ``whole`` if the file ends in the last block.
             self.land(row, b.add(buffer, before), b.icmp_signed(">=", got, needed))
 
         self.loop(I64(0), n, 1, row)

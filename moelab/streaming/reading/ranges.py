@@ -24,8 +24,8 @@ class Ranges:
     files: Mapping[int, File]  # the file of each descriptor
     tensors: Sequence[str]  # the tensors' names, by their number in column ``TENSOR``
     may_copy: bool = False  # whether a GPU may copy the bytes to where they belong
-    align: int = native.ALIGNED  # what the places of whole blocks are multiples of
-    kept: Any = None  # must live as long as the table, which has addresses in it
+    align: int = native.ALIGNED  # whole blocks begin at multiples of this
+    kept: Any = None  # what the addresses in the table point to: it must live as long
 
     @classmethod
     def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
@@ -103,7 +103,7 @@ class Ranges:
 def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
     """Read ranges one after the other, in native code where there is some.
 
-    A range that native code has not read whole is read again here; this raises if it fails, too.
+    A range that native code has not read whole is read again here; a second failure raises.
     ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """
     left = ranges.read_direct() if direct else ranges.read(arrived=arrived)

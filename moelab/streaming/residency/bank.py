@@ -37,11 +37,12 @@ from ..reading.ranges import Ranges
 # A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
-# Seconds a byte for which huge pages are still asked. Reads into them come at 2.4 GB/s in place of
-# 1.7 and cost half of a core's time: 40 layers in 8 GB then decode 1.1 to 1.4 times as fast, which
-# is worth some 0.5 to 1 s a GB of slots in a text of 128 tokens. Huge pages took 0.2 to 0.5 s a GB,
-# and 1 to 4 s where Linux had to move other pages for them, or where a virtual machine's host had
-# taken the memory back. Small pages took 0.4 to 1.8 s a GB (two cores of a virtual machine).
+# Seconds for each byte. Huge pages are asked for as long as they come this fast. Reads into them
+# come at 2.4 GB/s in place of 1.7 and cost half of a core's time. So 40 layers in 8 GB decode 1.1
+# to 1.4 times as fast, and a text of 128 tokens gains some 0.5 to 1 s for each GB of slots. Huge
+# pages took 0.2 to 0.5 s a GB, and 1 to 4 s where Linux had to move other pages for them, or where
+# a virtual machine's host had taken the memory back. Small pages took 0.4 to 1.8 s a GB (two cores
+# of a virtual machine).
 HUGE_S = 3e-9
 
 
@@ -74,7 +75,7 @@ class SlotBank:
         buffers = {key: _Buffer.of_zeros(num_slots, n, key[-1]) for key, n in sizes.items()}
         if record is not None:
             buffers[record] = _Buffer.for_huge_pages(num_slots, record.nbytes)
-        self.experts = _module(module, whole, buffers, fuse)  # of S experts; slots are its indices
+        self.experts = _module(module, whole, buffers, fuse)  # its indices are slots
         rows = {
             n: buffers[key].bits(parameters[n].dtype)[:, first:last]
             for n, (key, first, last) in parts.items()

@@ -147,13 +147,14 @@ class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
     Once ``slots`` was called, only the GPU knows what its slots hold; ``report`` updates the table.
-    ``after`` is the output of the layer's last call. The next call fills slots once it is computed.
+    ``after`` is the output of the layer's last call. The next call fills slots only after ``after``
+    is computed.
     """
 
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # all copies' ``flag``: bytes have arrived
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies: 1, all is here
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 

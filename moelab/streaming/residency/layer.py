@@ -20,8 +20,8 @@ from .table import SlotTable
 # Bytes. On a CPU, a call that reads at least so many is computed in parts of about so many, as they
 # arrive. Such a part is worth a wait, and computing one part hides the read of another.
 PART_NBYTES = 2 * 1024 * 1024
-# Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while it computes.
-# Where a GPU copies, a group has 64 MB, and two groups have pinned memory at once.
+# Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
+# computes. Where a GPU copies, a group has 64 MB, and two groups have pinned memory at once.
 FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
 
 
@@ -31,8 +31,9 @@ class Arriving:
 
     slots: dict[int, int]  # expert to slot
     reads: Flight | Threads
-    counters: Counters | None = None  # of the prefetch that began the reads; None: a call did
-    # Of a prefetch: experts that the call does not need; whether the call began before reads ended.
+    counters: Counters | None = None  # of the prefetch that began the reads; None: a call began
+    # For a prefetch: its experts that the call does not need, and whether the call began before the
+    # reads ended.
     others: dict[int, int] = field(default_factory=dict)
     is_late: bool = False
 
@@ -193,7 +194,7 @@ class LayerSlots:
                     raise
                 self.table.release(group.others.values())
                 group.others, took_s = {}, 0.0
-                # Read what a call needs once more; this raises if it fails, too.
+                # Read the experts that a call needs once more; a second failure raises.
                 self._reader.read(self.bank.reads(group.slots))
         waited_s = perf_counter() - begin
         if group in self.awaited:

@@ -134,7 +134,7 @@ class Residency:
         experts = layer.of_rank(experts)
         if layer.ahead or not layer.table.fits(experts):
             return
-        if len(self.layers) == 1:  # else other layers' calls evaluated what reads the slots
+        if len(self.layers) == 1:  # with more layers, another layer's call has done this
             mx.eval(self._handover.pending)
         if slots := layer.table.reserve(experts, kept):
             layer.begin_ahead(slots)
