@@ -100,7 +100,7 @@ def _check_options(name, command, words):
             known.setdefault(f"--{action.dest}", f"{action.metavar}, without a flag before it")
     for word in words[: words.index("--") if "--" in words else None]:
         option, _, value = word.partition("=")
-        if not option.startswith("--") or " " in option:  # a value: argparse reads it
+        if not option.startswith("--") or " " in option:  # a value and no option
             continue
         if value == "--":  # argparse of Python 3.11 makes an empty list of it
             command.error(f"argument {option}: expected a value, got '--'")
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # nobody reads stdout on, as in "... | head -1"
         return 141  # what a shell says of a command that SIGPIPE ended
-    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # told in one line
+    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # said in one line
         said = str(error)
         if isinstance(error, OSError) and error.strerror:  # without Python's "[Errno 2]"
             said = f"{error.filename}: " * bool(error.filename) + error.strerror

@@ -89,7 +89,7 @@ def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
 
 
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
-    """Let a module's methods call ``replace(f)`` where they call a function ``f`` by this name.
+    """Let a module's methods call ``replace(f)`` where they call the function ``f`` named ``name``.
 
     The module gets another class. In training its methods call the original ``f``. While another
     library has replaced ``f`` or the former class's method, they call the replacement.

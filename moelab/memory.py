@@ -123,7 +123,7 @@ def memory_available() -> int:
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Seconds so far to bring pages back from swap; the same, as if those still there came back.
+    """Seconds so far to bring pages back from swap; and these if all pages still there came back.
 
     Linux: this process's pages, and its code that is read again; None if no page is in swap. Mac:
     the pages that all programs have in the memory compressor, from which macOS swaps; None while

@@ -45,7 +45,7 @@ class System:
         return found.total, found.available
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far; the same, plus the pages that are still there."""
+        """Pages that came back from swap so far; and these with the pages that are still there."""
 
     def pressure(self) -> int | None:
         """How short memory is: 1 not, 2 short, 4 very."""
@@ -93,7 +93,7 @@ class Mac(System):
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
     # <mach/host_info.h>: HOST_VM_INFO64, and places of its counts of 4 and of 8 bytes. psutil's
-    # swapped pages are of files.
+    # counts of swapping are of files' pages.
     VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
     # macOS 27 has more counts, which follow the old ones, and refuses some questions for the old
     # ones alone (MIG_ARRAY_TOO_LARGE), as psutil 7.2 asks them. It then says how many words it has.

@@ -27,7 +27,7 @@ TRIED = "0.7.10"  # the version of mlx-vlm that the tests run with
 DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
 # mlx-vlm's other dependencies are for images and audio: --no-deps leaves them out.
 INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
-PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # their configurations are objects
+PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # parts with configuration objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
 # In these families a compiled function keeps the length of a process's first text, so texts of
 # other lengths get wrong tokens (0.7.10). Loading one ends MLX's compiling in the process.
@@ -78,7 +78,7 @@ class TextModel:
     def cast_predicate(self):
         try:
             return self.language_model.cast_predicate
-        except (AttributeError, TypeError):  # glm_moe_dsa's calls a property
+        except (AttributeError, TypeError):  # glm_moe_dsa calls a property
             return lambda path: True
 
     @property
@@ -194,7 +194,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
         mx.disable_compile()
 
     def from_dict(_):
-        own = dict(given)  # some families' code adds the text's part to it
+        own = dict(given)  # a copy, to which some families add the text's part
         made = library.ModelConfig.from_dict(own)
         return SimpleNamespace(config=update(made, library, own, PARTS))
 

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     with model:
         say_plan(model)
         token, size = args.eos_token, vocabulary(model)
-        # A tokenizer adds an unknown end token to its vocabulary.
+        # A tokenizer would add an unknown end token to its vocabulary.
         if token is not None and not 0 <= tokenizer.convert_tokens_to_ids(token) < size:
             raise ValueError(f"eos_token: expected a token of the model's {size}, got {token!r}")
         prompt = args.prompt

@@ -126,7 +126,8 @@ def _needed(model):
 def _say_gain(session, r, wait_s, path):
     """Say on stderr if the text would have come much faster from a repacked model."""
     time_s = r.generation_tokens / r.generation_tps
-    # Reads may take too little of the time, and a short text's first tokens read the most.
+    # A repack gains little where reads take little of the time. A short text shows nothing: its
+    # first tokens read the most.
     could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= 32
     if not could or session.ranks or session.config.mode not in SLOT_MODES:
         return

@@ -3,7 +3,8 @@
 MLX's attention is two products of its BLAS, in its Linux packages the reference BLAS. Here values
 are added key after key, and a masked key adds exactly 0 to a query that sees any other key. So a
 token's result does not depend on how a text is divided into passes, if the cache holds the keys in
-order. A full rotating cache (gpt_oss, afmoe) does not: with it, other passes round differently.
+order. A full rotating cache (gpt_oss, afmoe) has them in another order: there other passes round
+differently.
 
 The sum of n values is divided at the end, so it is inf or NaN if the values are above float32's
 largest number / n. Scores that overflow (above 3e38) give inf or NaN in other places than MLX.
@@ -112,7 +113,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
     # Keep the row numbers until the end: another thread may replace them in the cache.
     _kept, each = quantized.in_order(step)
     starts = range(0, G * Tq, step)
-    with np.errstate(over="ignore", invalid="ignore"):  # inf and NaN go on, as in MLX
+    with np.errstate(over="ignore", invalid="ignore"):  # results may be inf or NaN, as in MLX
         for b, h, i in product(range(B), range(Hk), starts):
             block(b, h, i, min(i + step, G * Tq))
     return y.reshape(B, H, Tq, Dv)

@@ -31,7 +31,8 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit. For one token ``placed`` may compute this, in its ``y``.
+        None if the kernels do not fit. For one token the program ``placed`` may compute this, in
+        its ``y``.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:

@@ -144,7 +144,7 @@ class Pass:
         self._mixer, self._mlp, self._x = mixer, mlp, memory.empty(n, before["weight"].size)
         first, self._last = team.Program(memory), team.Program(memory)
         ahead = team.Program(memory)
-        with ahead.recording():  # it runs the router before attention
+        with ahead.recording():  # this program runs the router before attention
             likely = mlp.likely(normed(after, self._x))
         self._ahead = likely and (ahead, mlp["switch_mlp"], likely)
         with first.recording():
@@ -215,7 +215,7 @@ def _inside(layer):
     for name, m in layer.named_modules():
         if not name.startswith("mlp.switch_mlp"):
             keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
-            m.__dict__.setdefault("_kept", modules.Kept())  # ``Watched`` drops it with a change
+            m.__dict__.setdefault("_kept", modules.Kept())  # ``Watched`` drops this at a change
             # For one key ``itemgetter`` gives no tuple, so the first key is given twice.
             parts_of = itemgetter(keys[0], *keys) if keys else tuple
             yield m, type(m), m.__dict__.get("_kept"), len(m), parts_of, parts_of(m)

@@ -1,15 +1,16 @@
 """Judge claims of others, which ``data/claims.json`` lists; the verdicts follow from records.
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
-``cannot``, why it cannot be tested here, or ``figures``. These have, for each regime by name, an
-expression over ``records.NAMES`` and a gate, ``least`` or ``most``, to be fixed before the run. The
-expression gives samples, whose median gets the interval of ``records.interval``, or one count.
+``cannot``, why it cannot be tested here, or ``figures``. The figures have, for each regime by name,
+an expression over ``records.NAMES`` and a gate, ``least`` or ``most``, to be fixed before the run.
+The expression gives samples, whose median gets the interval of ``records.interval``, or one count.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
 Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
 there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
 none, so an interval below this bound refutes, too. Open regimes do not count: if the others agree,
-they decide the claim; if they differ, it depends. A claim whose regimes are all open is open.
+they decide the claim; if they differ, the verdict is ``depends``. A claim whose regimes are all
+open is open.
 """
 
 import functools

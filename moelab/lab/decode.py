@@ -110,12 +110,12 @@ def decode_drafted(
     With ``feed`` the text continues with the ids of ``feed``. The returned tokens are then those
     that the target would have chosen, as in ``decode``.
     """
-    chosen = {}  # by place; places of rejected drafts are chosen again
+    chosen = {}  # by place in the text; after rejected drafts a place is chosen again
 
     def fed(tokens, logits):
         i = tokens.size - len(prompt_ids)
         chosen[i] = mx.argmax(logits, axis=-1)
-        mx.async_eval(chosen[i])  # unevaluated, it keeps the logits
+        mx.async_eval(chosen[i])  # a lazy choice would keep the logits
         token = feed[min(i, len(feed) - 1)]
         return mx.where(mx.arange(logits.shape[-1]) == token, logits, -mx.inf)
 

@@ -40,7 +40,7 @@ class Advice:
     token_s: float  # predicted seconds of a decoded token with this config and layout
     memory_nbytes: float  # the advice is for this memory, page cache included
     chosen: Replay  # the replay of this config and layout, without prefetch
-    settings: dict[Setting, Replay]  # all compared, in the present layout, without prefetch
+    settings: dict[Setting, Replay]  # all that were compared, in this layout, without prefetch
     why: tuple[str, ...]  # the reasons, one a sentence
 
     def __str__(self):

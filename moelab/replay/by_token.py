@@ -73,7 +73,7 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     kind_of = rng.integers(len(own), kinds, V)
     kind_of[tokens[own]] = np.arange(len(own))
     best = best[np.concatenate([own, shared])]
-    variants = (E - 1 - best) // base + 1  # how many each expert has
+    variants = (E - 1 - best) // base + 1  # how many variants each expert has
     draw = rng.random(best.shape)
     variant = base * (rng.random(best.shape) * variants).astype(np.int64)
 

@@ -137,7 +137,7 @@ class Rollback:
         return not mx.metal.is_available() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
-        """Whether the first tapes give, after their pass's last token, what the caches hold."""
+        """Whether the first tapes, after all tokens of their pass, give what the caches hold."""
         equal = [
             mx.array_equal(a, b)
             for tape in current.tapes.values()

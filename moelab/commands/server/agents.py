@@ -89,7 +89,7 @@ class ItemsRequest(ChatRequest):
     messages: Pieces = Field(min_length=1)
     system: System = Field([])
     text: Form = Field({})
-    # ``include`` asks for items that no answer here has, or for thoughts, which every one has.
+    # ``include`` asks for items that no answer here has, or for thoughts, which every answer has.
     include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:

@@ -40,7 +40,7 @@ class Served:
     has_states: bool = False  # its caches cannot drop last tokens, so earlier states are kept
     is_batchable: bool = False
     context: float = inf  # tokens of a text that memory is planned for
-    room: float = inf  # so many such texts have caches that fit in memory
+    room: float = inf  # how many such texts have caches that fit in memory
     most_texts: int = 1  # at once
 
     def fits(self, sizes: list[int]) -> bool:
@@ -60,7 +60,7 @@ class Ask:
     tokens: list[int]
     max_tokens: int  # 0: the prompt is only scored, with ``echo``
     sampling: Body = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
-    penalties: Body = field(default_factory=dict)  # those of its make_logits_processors
+    penalties: Body = field(default_factory=dict)  # arguments of its make_logits_processors
     seed: int | None = None  # None: random numbers of its own
     form: str | None = None  # the text goes on as this grammar says (``grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them

@@ -1,10 +1,11 @@
 """The thread that computes: it reads prompts in parts and writes texts, in batches or one by one.
 
-A short prompt is read with others in one pass of mlx-lm's ``BatchGenerator``. A long one is read in
-parts. After each part texts are written for as long as the part took, so that no text waits for
-another's whole prompt. A single text is not in a batch: the kernels for one text cannot compute a
-batch. Texts with a draft, ``--kv-bits`` or caches that cannot be merged are written one
-after another. Of several ranks, rank 0 decides each turn and tells the others.
+A *text* is a prompt and its answer; it is *written* token by token. A short prompt is read with
+others in one pass of mlx-lm's ``BatchGenerator``. A long one is read in parts. After each part
+texts are written for as long as the part took, so that no text waits for another's whole prompt. A
+single text is not in a batch: the kernels for one text cannot compute a batch. Texts with a draft,
+``--kv-bits`` or caches that cannot be merged are written one after another. Of several ranks, rank
+0 decides each turn and tells the others.
 """
 
 import itertools
@@ -38,12 +39,12 @@ from .text import Stops
 GRACE_S = 2  # the thread has so long to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
 PART = 512  # tokens of a prompt that are read at once while there are other texts
-LATELY_S = 10  # and for so many seconds after
+LATELY_S = 10  # and for so many seconds after there were others
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 
 class _Text:
-    """A text: ``cache`` holds the first ``read`` of ``tokens``, while it is not in the batch."""
+    """A text. Until it is in the batch, ``cache`` holds the first ``read`` of its ``tokens``."""
 
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
@@ -61,13 +62,13 @@ class _Text:
 
     @property
     def size(self) -> int:
-        """The tokens that its caches must hold; without a limit, those so far and ``PART`` more."""
+        """How many tokens the caches must hold; without a limit, those so far and ``PART`` more."""
         is_open, ended = self.ask.is_open, self.prompt_size + self.ask.max_tokens
         return min(len(self.tokens) + PART, ended) if is_open else ended
 
     @property
     def rest(self) -> int:
-        """The tokens of the prompt to read, except the last one, with which writing begins."""
+        """How many tokens of the prompt are unread, but for the last, with which writing begins."""
         return self.prompt_size - 1 - self.read
 
     def write(self, token: int, logprobs: mx.array) -> bool:
@@ -162,7 +163,7 @@ class Engine:
             if self._ranks and not isinstance(e, RankError):
                 rank = f"rank {self._ranks.rank} of {self._ranks.size}"
                 error = RankError(f"{rank}: {describe(e)}")
-        self._error = error  # from now on ``begin`` tells
+        self._error = error  # ``begin`` tells the error from now on
         for tell in [*self._tells.values()]:
             tell(error)
         for text in [*self._texts.values()]:

@@ -1,4 +1,5 @@
-"""The form of a text, if one is asked for: JSON of a schema, or calls. llguidance masks the rest.
+"""The form of a text, if one is asked for: JSON of a schema, or calls. llguidance masks the tokens
+that do not fit.
 
 llguidance is imported only where a request needs it (the extra ``moelab[schema]``).
 """
@@ -83,7 +84,7 @@ def grammar(
 ) -> str | None:
     """Write a text's grammar in llguidance's Lark: an answer or calls. None: any text.
 
-    ``state`` is ``Splitter``'s; in it a thought may come first. Raises ``Refused``.
+    ``state`` is ``Splitter``'s. Except in "content" a thought may come first. Raises ``Refused``.
     """
     forced = choice not in ("auto", "none")
     if schema is None and not forced:

@@ -150,7 +150,7 @@ class _Endpoint:
         try:
             tell(Asked(self.dialect, parsed(body), self.served))
         except (Exception, SystemExit) as error:
-            tell(error.with_traceback(None))  # a traceback keeps the body
+            tell(error.with_traceback(None))  # its traceback would keep the body
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
@@ -166,7 +166,7 @@ class _Endpoint:
                 if part:
                     texts[index].append(part := asked.splitters[index].add(part))
                     events = [*answer.part(index, part)] if asked.stream else []
-                # Reading a prompt, or a call until its end, makes no event for a while.
+                # No event comes while a prompt is read, nor while a tool call is incomplete.
                 if asked.stream and not events and time.monotonic() - said_s >= KEEPALIVE_S:
                     events = [answer.idle()]
                 if events:
@@ -200,7 +200,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address, family=family, backlog=1024)
-        # uvicorn takes all that waits: 180 kB for each of 1,500 clients with the system's buffers.
+        # uvicorn reads all that waits in a socket's buffer. With the system's buffers that was 180
+        # kB for each of 1,500 clients.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
         return made
     except OSError as error:

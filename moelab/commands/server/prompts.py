@@ -26,9 +26,10 @@ class _Kept(list):
 class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
-    While less than ``free_nbytes`` of memory are free, prompts are forgotten; with 0 none is, as on
-    ranks, which must all keep the same. ``files`` (``PromptFiles``) has what an earlier server
-    kept, and ``close`` saves what this one keeps. One thread calls this.
+    While less than ``free_nbytes`` of memory are free, prompts are forgotten. On ranks it is 0, and
+    none is forgotten for that, since all ranks must keep the same prompts. ``files``
+    (``PromptFiles``) has what an earlier server kept, and ``close`` saves what this one keeps. One
+    thread calls this.
     """
 
     def __init__(self, size=10, nbytes=sys.maxsize, free_nbytes=0, files=None):
@@ -45,7 +46,7 @@ class Prompts:
             self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
 
     def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        """Return a copy of the caches with most of ``tokens[:-1]``, or None; how many tokens."""
+        """Copy the caches that hold most of ``tokens[:-1]``; return them or None, and how many."""
         cache, rest = self._lru.fetch_nearest_cache(MODEL, tokens[:-1])
         cached = len(tokens[:-1]) - len(rest)
         return (list(cache), cached) if cached else (None, 0)

@@ -180,7 +180,7 @@ class Request(BaseModel):
             _expect(tokens and max(tokens) < size, "prompt", ids, tokens)
         sampling = {"temp": args.temp, "top_p": args.top_p, "top_k": args.sampling_top_k}
         sampling |= {"min_p": args.min_p} | self.model_dump(include=SAMPLING, exclude_none=True)
-        if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # a lower one makes infinite logits
+        if sampling["top_p"] == 0 or sampling["temp"] < 1e-4:  # lower temperatures make logits inf
             sampling["temp"] = 0.0
         ends = served.tokenizer.encode("\n") + sorted(served.tokenizer.eos_token_ids)
         sampling["xtc_special_tokens"] = ends  # as in mlx-lm's server
@@ -269,7 +269,7 @@ class Dialect:
     kind: type[ChatRequest] | type[CompletionRequest]
     answer: Callable[["Asked"], Answer]
     error: Callable[[str, str | None, int, str | None], Body]  # of words, field, status and code
-    names: dict[str, str] = field(default_factory=dict)  # this dialect's field: ``kind``'s
+    names: dict[str, str] = field(default_factory=dict)  # a field's name here: in ``kind``
     prompt: str = "messages"
     too_long: str = (  # the words that clients look for
         "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "

@@ -51,12 +51,12 @@ def measure(
 ) -> "DataFrame":
     """Decode the same prompts in every mode, in rounds of random order.
 
-    If any variant has a memory limit, each run of each variant has a process of its own, a limited
-    one after the file's pages are dropped, and a killed variant is not run again. Without limits a
-    first round is not kept. Round i takes prompt i, modulo their number; with ``feed``, a trace's
-    file, the trace's prompt and tokens are read instead. If all models together take less than half
-    of the memory, each is loaded once and kept. ``on_round`` gets the table after each round. A row
-    is a run.
+    If any variant has a memory limit, each run has a process of its own. Before a limited run the
+    file's pages are dropped, and a killed variant is not run again. Without limits a first round is
+    not kept. Round i takes prompt i, modulo their number; with ``feed`` (a trace's file) the
+    trace's prompt and tokens are read instead. If all models together take less than half of the
+    memory, each is loaded once and kept. ``on_round`` gets the table after each round. A row is a
+    run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes

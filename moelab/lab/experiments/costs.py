@@ -70,7 +70,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
         )
     settings = {"model": Path(path).name, **settings_of(planned(path)), "K": K, "samples": tokens}
     running, rng = records.Running("costs", settings, tabled=False), np.random.default_rng(0)
-    most, rows, models = min(K, E - K), [], {}  # most: misses in a layer of each token
+    most, rows, models = min(K, E - K), [], {}  # the most misses of a token in a layer
 
     def made(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)

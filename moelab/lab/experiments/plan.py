@@ -32,8 +32,8 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# The factor that a plan is probably off at most, and how often plans were: for sources that the
-# formula was not fitted to, and for our own settings with measured costs
+# A plan is probably off by this factor at most, and so many plans were that near: of sources that
+# the formula was not fitted to, and of our own settings with measured costs
 # (data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
@@ -218,7 +218,7 @@ def _say_measuring():
 
 
 def _here():
-    """Return the folder whose drive is measured: this one if possible, as /tmp may be in memory."""
+    """Return the folder whose drive is measured: the current one if possible (/tmp may be RAM)."""
     return Path.cwd() if os.access(".", os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -36,7 +36,7 @@ from ..texts import PROMPTS
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# What a thread does: the column of the host's seconds in it.
+# Keys: what a thread does. Values: the column with the host's seconds of doing this.
 HOST = {
     "arithmetic": "arithmetic_s",  # moelab's kernels, which compute in the host's thread
     "waiting for MLX": "mlx_s",  # routing and tokens that MLX computes, on a CPU or a GPU
@@ -47,7 +47,8 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# These calls are noted only inside the given ones: native code that reads counts as reading.
+# These calls are noted only inside the given ones, so that a kernel inside a read counts as
+# reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted
     ARITHMETIC: [(Kernel, "__call__")],
@@ -106,7 +107,7 @@ class Clock:
 
 
 def _calling(through, call):
-    """Return a function, since it replaces a method, that makes ``call`` through ``through``."""
+    """Return a function that calls ``through(call, ...)`` and can replace the method ``call``."""
     return lambda *args, **kwargs: through(call, *args, **kwargs)
 
 
