@@ -18,8 +18,8 @@ NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 writes a larger number for no limit
 # Where memory is short, each array of ``MAPPED_NBYTES`` or more gets a mapping of its own, which
 # goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
 # freed arrays stay in the heap: 100 to 200 MB after a prompt. A mapping costs a page fault for each
-# new page: a prompt of 400 tokens took 19% longer when arrays from 256 KB up had mappings, and 4%
-# longer when only those from 8 MB up had.
+# new page. With mappings for arrays from 256 KB up, a prompt of 400 tokens took 19% longer; for
+# arrays from 8 MB up, 4% longer.
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 # The most bytes of recurrent states that are kept for the positions of one verify pass; for more,
 # the recurrence is computed again.
@@ -27,12 +27,13 @@ STATES_NBYTES = 256 * 2**20
 # Seconds to bring a page back. Linux: 4 KB from a swap file on an SSD (measured; from zram less).
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
-# The memory that macOS and other programs need is assumed to be lognormal: its median on a Mac of
-# 16 GiB, the power of the Mac's memory with which it grows, its spread. Sources of
-# data/published.csv (``side`` fit of its recipe) bound these numbers. On 16 GiB, engines that left
-# 3.4 and 5.8 GB swapped (Godwit, qwisp), one that left 7.3 did not (Godwit). On 48, one that left
-# 17 to 24 compressed memory (colibri), another that left 18 did not (flash-moe). The memory that
-# macOS withholds from a GPU grows with that power: 4.5 GB of 16, 22 of 128.
+# The memory that macOS and other programs need is assumed to be lognormal. Here are its median on a
+# Mac of 16 GiB, the power of the Mac's memory with which it grows, and its spread. Sources of
+# data/published.csv (``side`` fit of its recipe) bound these numbers. With 16 GiB, engines that
+# left the system 3.4 and 5.8 GB made it swap (Godwit, qwisp), one that left 7.3 GB did not
+# (Godwit). With 48 GiB, one that left 17 to 24 GB made it compress memory (colibri), another that
+# left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with that power:
+# 4.5 GB of 16, 22 of 128.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # How many times as long a token takes on a Mac that swaps: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6

@@ -11,7 +11,7 @@ from ..streaming.ranks import Ranks
 from .argument_types import at_least, between, not_empty, or_auto, positive, zero_or_more
 
 LEAST_KV_SIZE = 5  # tokens: a limited cache never drops its first 4
-# Arguments that may differ between ranks. ``load`` compares those of how experts are streamed.
+# Arguments that may differ between ranks. ``load`` compares how experts are streamed.
 OWN_ARGUMENTS = {"model", "adapter_path", "host", "port", "log_level", "given", "default_slots"}
 
 

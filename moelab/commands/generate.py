@@ -24,7 +24,7 @@ from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
 
-WORTH = 1.2  # ``repack`` is advised if it would make a text so many times as fast
+WORTH = 1.2  # ``repack`` is advised if it would make a text this many times as fast
 
 
 def generate(args: argparse.Namespace, config: StreamConfig) -> None:

@@ -27,8 +27,8 @@ WORD = 32  # bits of a word of packed weights
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side.
-# Such rows are far apart, as a processor prefetches what is read in order: two cores of a Xeon
-# read uncached weights at 29 GB/s with four rows far apart, at 16 with two adjacent rows.
+# Such rows are far apart, as a processor prefetches what is read in order. Two cores of a Xeon read
+# uncached weights at 29 GB/s with four rows far apart, and at 16 GB/s with two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # How far ahead weights are prefetched: processors themselves stop at the end of a page.
 AHEAD_NBYTES = 4 * 1024

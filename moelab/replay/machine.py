@@ -26,7 +26,8 @@ LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
 # On a CPU (data/results/cpu_costs_35b.json): bytes a second of weights that a core multiplies, and
-# of copies from the page cache; seconds of a layer, seconds more if it reads from disk or cache.
+# of copies from the page cache. Then the seconds of a layer, and the seconds more if it reads from
+# the disk, or from the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # A token of a prompt that a CPU computes at once takes this share of a decoded token's arithmetic

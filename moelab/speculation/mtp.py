@@ -45,7 +45,7 @@ PARTS = {
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 # A norm with a smaller mean is stored as weight - 1. In published heads of Qwen3.5 and 3.6 the mean
-# of the weight is 1.7 (q, k) or 0.9 (a layer's), that of weight - 1 at most 0.8 or 0.4.
+# of the weight is 1.7 (q, k) or 0.9 (a layer's), and the mean of weight - 1 at most 0.8 or 0.4.
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 

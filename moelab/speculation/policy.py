@@ -13,15 +13,15 @@ GAIN = 1.03  # a number of drafts must promise this many times the undrafted spe
 REFRESH_ROUNDS, REFRESH_TOKENS = (8, 64), 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two decisions whether to draft, as a decision costs time too
-COMPILE_FACTOR = 4  # a first draft that takes so many times its estimate was compiling kernels
+COMPILE_FACTOR = 4  # a first draft that takes this many times its estimate was compiling kernels
 FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
 FORGET_ROUND = 0.97  # the same weight after a round with drafts, which adds new acceptance
 
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, the time of each position after its first is estimated as 0.65
-# times that of a prompt's position; if no prompt was timed, as a third of an undrafted token's.
+# Until a verify pass is measured, each position after its first is taken to cost 0.65 times the
+# time of a prompt's position. If no prompt was timed, it is a third of an undrafted token's time.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
@@ -31,9 +31,9 @@ NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or po
 class Policy:
     """Chooses the number of drafts that promises most tokens a second, 0 included.
 
-    A round that drafts n tokens costs the seconds to draft them and those of a pass over n + 1
-    positions, measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai
-    is how often the i-th draft was accepted once those before it were.
+    A round that drafts n tokens costs the seconds to draft them and to pass over n + 1 positions,
+    measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai is how often
+    the i-th draft was accepted once those before it were.
 
     The loss is the time of the rounds with drafts, less the time of their tokens without drafts. A
     round begins if the loss so far, plus the round's if nothing is accepted, is within a limit. The

@@ -1,4 +1,4 @@
-"""Tapes of recurrent layers' work in a pass; they give the caches after fewer of its tokens.
+"""Tapes of recurrent layers' work in a pass, which give the caches after fewer of its tokens.
 
 While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. A tape
 computes the cache's arrays after the first n tokens; it needs no weights and no experts for that.

@@ -25,13 +25,13 @@ try:
 except ImportError:  # an optional package
     nvrtc = runtime = None
 
-# So many expert numbers fit into a mailbox: a call of 512 tokens with K = 8.
+# This many expert numbers fit into a mailbox: a call of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
 # The most copies of one kernel, and the bytes that one of its blocks copies at once.
 MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
 # Threads of a kernel's block, and blocks of a kernel that copies: an H200 has 132 multiprocessors.
 THREADS, NUM_COPYING = 256, 132
-# Seconds. A call that waits longer for its routing asks MLX, which raises if a kernel failed.
+# After waiting this many seconds for its routing, a call asks MLX, which raises if a kernel failed.
 PATIENCE_S = 0.02
 
 
@@ -279,7 +279,7 @@ def _compiled(source):
 
 
 def launch(blocks: int, outputs: int = 1) -> dict:
-    """The keywords to call a kernel with so many blocks of threads and uint32 outputs."""
+    """The keywords to call a kernel with this many blocks of threads and uint32 outputs."""
     return {
         "output_dtypes": [mx.uint32] * outputs,
         "grid": (blocks * THREADS, 1, 1),

@@ -14,7 +14,7 @@ from .reading.ranges import Ranges
 from .reading.reader import Reader
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-HOT_NBYTES = 64 << 20  # a table's rows that were used last stay in memory, up to so many bytes
+HOT_NBYTES = 64 << 20  # a table's rows that were used last stay in memory, up to this many bytes
 ROW_NBYTES = 200  # bytes that Python takes beside each row in memory
 
 

@@ -19,7 +19,7 @@ from .disk_embedding import DiskEmbedding
 from .handover import FEW_TOKENS
 from .residency.bank import slot_nbytes
 
-# A prompt is computed in chunks of at most so many tokens, mlx-lm's own number.
+# A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
 # Arrays of the hidden size that a layer keeps for a token beside its experts' work: 16 with MLX's
 # kernels, 8 with the fast ones. The fast ones also keep 3 copies of the results of the layer's
@@ -41,8 +41,9 @@ class ModelFacts:
     expert_nbytes: int  # one expert of the first layer on disk
     layers_nbytes: tuple[int, ...]  # one slot of each layer
     path: Path = Path()  # of the checkpoint
-    # The experts' parameters by path in the model: places of those that are read into slots, names
-    # of those that stay in memory for all E, names of those that lie scattered and cannot be read.
+    # The experts' parameters by path in the model. ``located``: the places of those that are read
+    # into slots. ``resident``: those that stay in memory for all E. ``scattered``: those that lie
+    # scattered and cannot be read.
     located: dict[str, ExpertTensor] = field(default_factory=dict, repr=False)
     resident: tuple[str, ...] = field(default=(), repr=False)
     scattered: tuple[str, ...] = field(default=(), repr=False)

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import (
 
 from .. import kernels
 
-SORTED_ROWS = 64  # SwitchGLU sorts so many rows (token, expert pairs) or more by their expert
+SORTED_ROWS = 64  # SwitchGLU sorts this many rows (token, expert pairs) or more by their expert
 
 
 class FusedSwitchGLU(nn.Module):
@@ -37,8 +37,8 @@ class FusedSwitchGLU(nn.Module):
 
 FastFusedSwitchGLU = kernels.with_mixin(kernels.ExpertsInModule, FusedSwitchGLU)
 
-# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more even if a
-# row is shorter, so it reads past the last row of inputs and of weights.
+# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even if a
+# row is shorter. So it reads past the last row of inputs and of weights.
 TILES, TILE = 3, 64
 PADDING_NBYTES = 256  # bytes behind the weights
 

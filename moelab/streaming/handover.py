@@ -9,8 +9,8 @@ from .. import kernels
 from . import cuda
 
 # The most tokens of a decoding call: a token of each text of a batch, or a token and its drafts. A
-# call of more is a prompt: its large outputs and states are evaluated on the way, its last logits
-# may wait (``lazy_logits``), and slots lend memory to it.
+# call of more tokens is a prompt: its large outputs and states are evaluated on the way, its last
+# logits may wait (``lazy_logits``), and slots lend memory to it.
 FEW_TOKENS = 64
 
 

@@ -45,16 +45,16 @@ GPU_NBYTES = 160_000_000
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A chunk of a prompt has at least 32 tokens (or the context). Where slots can lend their memory
-# to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere a chunk may take a
-# sixteenth of all memory or, if that is more, what 256 tokens need, since each chunk reads nearly
-# all experts; but it takes no more than half of the memory left for slots.
+# to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere it may take a sixteenth
+# of all memory or what 256 tokens need, whichever is more, since each chunk reads nearly all
+# experts. It takes no more than half of the memory left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
-# A prompt takes these bytes of a process's memory beside its arrays, and gives them back: freed
-# arrays that the C library keeps, and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to
-# 72 MB; calls of fewer tokens take up to 1.4 times their arrays.
+# The bytes that a prompt takes beside its arrays, and gives back: freed arrays that the C library
+# keeps, and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to 72 MB; calls of fewer
+# tokens take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
 # The time to read an expert from the page cache, as a share of that from the SSD (measured: 0.22).
 COPY_COST = 0.25

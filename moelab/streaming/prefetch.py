@@ -22,10 +22,10 @@ from .session import Session
 from .trace import Trace
 from .trial import Trial
 
-# ``Router`` names those of a token's experts that are so many times as probable as the likeliest
-# expert that the token does not take. (tiny-moe's held-out text, 16 of 64 slots: of the named
-# experts that are in no slot 84% are needed, and these are 61% of the experts to read. Without this
-# limit: 71% and 76%.)
+# ``Router`` names those of a token's experts that are at least ``SURE`` times as probable as the
+# likeliest expert that the token does not take. (tiny-moe's held-out text, 16 of 64 slots: of the
+# named experts that are in no slot 84% are needed, and these are 61% of the experts to read.
+# Without this limit: 71% and 76%.)
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
 # take the cores' time, a wrong guess cost about twice what a right one gained (one run, n=4).

@@ -30,11 +30,11 @@ from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, describe
 from .config import StreamConfig
 
-# Seconds. A rank ends its own process if the others do not answer for so long, as MLX cannot stop
+# A rank ends its own process if the others do not answer for this many seconds, as MLX cannot stop
 # waiting. (If a rank's process ends, the others notice at once.)
 PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
 LOADING_S = 600  # while the others load
-SAY_S = 8  # after so long a rank says on stderr that it waits for the others to load
+SAY_S = 8  # after this many seconds of waiting for the others to load, a rank says so on stderr
 LOOK_S = 0.5  # between two looks at the clock
 SAMPLES, SAMPLE_NBYTES = 64, 64  # samples of weights tell models of one shape apart
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".py")  # suffixes of files that must be alike

@@ -26,11 +26,11 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # this share of the time, and swapping out does too, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
 # A Mac counts the swapped pages of all programs, and slots given back there do not return. So after
-# slots were given back the watch waits so many seconds more: a browser that opens then costs a
-# quarter of the slots and no more.
+# slots were given back the watch waits this many seconds more: a browser that opens costs a quarter
+# of the slots and no more.
 SETTLE_S = 5.0
-# Slots that were given back because of swapping are tried again, an eighth at a time, after so many
-# seconds without swapping. If a try makes the system swap again, the wait doubles.
+# Slots that were given back because of swapping are tried again, an eighth at a time, after this
+# many seconds without swapping. If a try makes the system swap again, the wait doubles.
 REST_S = 60.0
 # The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
 # 03 took 0.1 to 0.7.

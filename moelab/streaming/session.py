@@ -29,7 +29,7 @@ from .residency import host
 from .residency.residency import Residency
 from .room import Room
 
-# Tokens. When decoding begins after a prompt of so many or more, free memory is returned to the
+# When decoding begins after a prompt of this many tokens or more, free memory is returned to the
 # system. This takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
 

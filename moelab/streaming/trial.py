@@ -4,11 +4,11 @@ from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# In any ``WINDOW`` calls in a row, trying the slower side may cost the time of ``COST`` calls. The
+# In any ``WINDOW`` calls in a row, trying the slower kind may cost the time of ``COST`` calls. The
 # trial estimates the cost from its own measures, which are often too low at first: with 0.8 the
 # true cost was 0.3 to 1.1 calls (means of eight simulated regimes).
 WINDOW, COST = 128, 0.8
-SETTLE = 2  # calls that are not compared: they record programs, or follow a prompt
+SETTLE = 2  # calls that are not compared: kernels record programs in them, or they follow a prompt
 # The most pairs of calls that are compared, and the fewest that decide, as one may be disturbed.
 MOST_PAIRS, LEAST_PAIRS = 64, 3
 SURE = 3.5  # standard errors to decide; with fewer, tests after every pair are often wrong
@@ -43,7 +43,7 @@ class Trial:
         self._missing = self._then = self._slots = None  # mean now; mean, slots as the trial began
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
-        """Take in that a call took so long, with ``missing`` of its experts in no slot before."""
+        """Take in the seconds of a call, of whose experts ``missing`` were in no slot before."""
         self._calls += 1
         self._look(missing, slots)
         last, self._last = self._last, (log(seconds), missing, self.on)

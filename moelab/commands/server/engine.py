@@ -36,15 +36,15 @@ from .grammar import Mask
 from .prompts import Prompts
 from .text import Stops
 
-GRACE_S = 2  # the thread has so long to end when the server is stopped
+GRACE_S = 2  # the seconds that the thread has to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
 PART = 512  # tokens of a prompt that are read at once while there are other texts
-LATELY_S = 10  # and for so many seconds after there were others
+LATELY_S = 10  # and for this many seconds after there were others
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 
 class _Text:
-    """A text. Until it is in the batch, ``cache`` holds the first ``read`` of its ``tokens``."""
+    """A text. Outside the batch ``cache`` holds the first ``read`` of the text's ``tokens``."""
 
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell

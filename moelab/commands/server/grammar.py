@@ -1,5 +1,4 @@
-"""The form of a text, if one is asked for: JSON of a schema, or calls. llguidance masks the tokens
-that do not fit.
+"""The form of a text, if one is asked for (JSON of a schema, or calls), by llguidance's masks.
 
 llguidance is imported only where a request needs it (the extra ``moelab[schema]``).
 """

@@ -31,9 +31,9 @@ from .engine import Engine
 from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
-SILENT_S = 30  # a client that sends no whole request, or takes nothing, for so long is dropped
-KEEPALIVE_S = 4  # after so long without an event, a stream sends one that keeps it alive
-GRACE_S = 2  # at Ctrl-C, clients have so long to take what was written
+SILENT_S = 30  # a client that sends no whole request, or takes nothing, is dropped after this
+KEEPALIVE_S = 4  # after this without an event, a stream sends one that keeps it alive
+GRACE_S = 2  # at Ctrl-C, the time that clients have to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
 SMALL_NBYTES = 2**14  # of a small request; 16 small ones are taken however short memory is
 TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text

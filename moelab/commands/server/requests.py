@@ -269,7 +269,7 @@ class Dialect:
     kind: type[ChatRequest] | type[CompletionRequest]
     answer: Callable[["Asked"], Answer]
     error: Callable[[str, str | None, int, str | None], Body]  # of words, field, status and code
-    names: dict[str, str] = field(default_factory=dict)  # a field's name here: in ``kind``
+    names: dict[str, str] = field(default_factory=dict)  # ``kind``'s field by this dialect's name
     prompt: str = "messages"
     too_long: str = (  # the words that clients look for
         "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "

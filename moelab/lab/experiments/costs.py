@@ -130,7 +130,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
 
     def beside(variant):
         """Return seconds of a byte, of a call, and the hidden share of the shorter of reads and
-        arithmetic. If a token takes longer than both in turn, its bytes take so much longer."""
+        arithmetic. If a token takes longer than both in turn, its bytes get the difference."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L

@@ -32,9 +32,9 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# A plan is probably off by this factor at most, and so many plans were that near: of sources that
-# the formula was not fitted to, and of our own settings with measured costs
-# (data/results/cpu_planned_*.json).
+# A plan is probably off by this factor at most. ``NEAR`` says how many plans were that near: of
+# sources that the formula was not fitted to (FORMULA), and of our own settings with measured costs
+# (OWN; data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2

@@ -26,7 +26,7 @@ from .ranges import Ranges, read_ranges
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 DEPTH = 4096  # reads in flight, at most
 PENDING = -2  # what ``GOT`` says of a read in flight
-# Seconds. A thread that waits for a read polls for so long before it sleeps: a core that slept
+# A thread that waits for a read polls for this many seconds before it sleeps: a core that slept
 # takes 0.05 ms and more to begin again.
 SPIN_S = 3e-3
 

@@ -29,7 +29,7 @@ COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
 # Linux then begins to read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 PREADV = "preadv2" if NOWAIT else "preadv"
-# Bytes. For fewer, another thread takes longer to begin than the copy from the page cache takes.
+# For fewer bytes, another thread takes longer to begin than the copy from the page cache takes.
 SHARED_NBYTES = 2 * 1024 * 1024
 # Bytes. A read past the page cache begins and ends at multiples of ``alignment``, in the file and
 # in memory. A range whose slot has no room for whole blocks goes through a buffer of the thread, at

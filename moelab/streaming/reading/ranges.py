@@ -25,7 +25,7 @@ class Ranges:
     tensors: Sequence[str]  # the tensors' names, by their number in column ``TENSOR``
     may_copy: bool = False  # whether a GPU may copy the bytes to where they belong
     align: int = native.ALIGNED  # whole blocks begin at multiples of this
-    kept: Any = None  # what the addresses in the table point to: it must live as long
+    kept: Any = None  # what the table's addresses point into: it must live as long as the table
 
     @classmethod
     def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":

@@ -16,15 +16,15 @@ from .file import File, ReadError, check_unchanged
 from .flight import Flight, Queue
 from .ranges import Ranges, read_ranges
 
-# Bytes. The calling thread reads a call of up to so many by itself: handing the reads to the pool
+# The calling thread reads a call of up to this many bytes by itself: handing the reads to the pool
 # would take longer.
 INLINE_NBYTES = 512 * 1024
-# Bytes. In a call of up to so many, the calling thread copies what the page cache holds. With two
+# In a call of up to this many bytes, the calling thread copies what the page cache holds. With two
 # cores this beats the pool up to 16 MB at least; with more cores the pool copies faster.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
-# Bytes. Past the page cache, another thread is not worth it for fewer.
+# Past the page cache, another thread is not worth it for fewer bytes.
 SHARE_NBYTES = 512 * 1024
-# So many ranges are looked up in the page cache before the system is asked to read many ahead. A
+# Before the system is asked to read many ranges ahead, this many are looked up in the page cache. A
 # look makes Linux read a page of a range that is not cached.
 PROBES = 8
 # Bytes of one request to read ahead: Linux reads no more than its readahead window for each.

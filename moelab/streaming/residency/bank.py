@@ -290,9 +290,9 @@ def _parts(parameters, fuse, record):
     """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
     A record's parameters share one buffer. Each other parameter has its own buffer; with ``fuse``
-    gate and up share one. Returns three dictionaries: the elements of each buffer outside the
-    record; each parameter's buffer, first element and end; and for each parameter of the module its
-    buffer, first element, shape and type.
+    gate and up share one. Returns three dictionaries. The first has the elements of each buffer
+    outside the record, the second each parameter's buffer, first element and end. The third has for
+    each parameter of the module its buffer, first element, shape and type.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():

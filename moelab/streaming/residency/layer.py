@@ -17,8 +17,8 @@ from ..reading.reader import Reader, Threads
 from .bank import SlotBank, can_empty
 from .table import SlotTable
 
-# Bytes. On a CPU, a call that reads at least so many is computed in parts of about so many, as they
-# arrive. Such a part is worth a wait, and computing one part hides the read of another.
+# On a CPU, a call that reads at least this many bytes is computed in parts of about as many, as
+# they arrive. Such a part is worth a wait, and computing one part hides the read of another.
 PART_NBYTES = 2 * 1024 * 1024
 # Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
 # computes. Where a GPU copies, a group has 64 MB, and two groups have pinned memory at once.

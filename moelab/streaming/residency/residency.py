@@ -16,8 +16,8 @@ from ..reading.reader import Reader
 from .bank import SlotBank
 from .layer import PART_NBYTES, LayerSlots
 
-# The experts of a prompt are read ahead if the prompt has so many (token, expert) pairs for each
-# expert, and if the layer before needed at least this share of its experts.
+# The experts of a prompt are read ahead if the prompt has at least ``AHEAD_PAIRS`` (token, expert)
+# pairs for each expert, and if the layer before needed at least ``AHEAD_SHARE`` of its experts.
 AHEAD_PAIRS, AHEAD_SHARE = 2, 0.5
 
 

@@ -22,7 +22,7 @@ EVICTION = {
 # Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
 # other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
-LARGEST = 2.0**300  # a use counts at most so much
+LARGEST = 2.0**300  # a use counts at most this much
 
 
 class SlotTable:
