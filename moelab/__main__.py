@@ -127,7 +127,7 @@ def _as_typed(text, flags):
 def main(argv: list[str] | None = None) -> int:
     """Run the command of ``argv`` (None: this process's arguments) and return its exit status."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller
+        if getattr(sys, name) is None:  # the caller closed this stream
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     flags = {}
     try:

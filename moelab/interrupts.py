@@ -112,7 +112,7 @@ class held:
         if self._holds:
             try:
                 signal(SIGINT, default_int_handler)
-            finally:  # a second Ctrl-C may be raised there
+            finally:  # a second Ctrl-C may be raised in between
                 came, _came = _came, False
             if came:
                 raise KeyboardInterrupt

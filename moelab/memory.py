@@ -126,9 +126,9 @@ def memory_available() -> int:
 def swapped_s() -> tuple[float, float] | None:
     """Seconds so far to bring pages back from swap; and these if all pages still there came back.
 
-    Linux: this process's pages, and its code that is read again; None if no page is in swap. Mac:
-    the pages that all programs have in the memory compressor, from which macOS swaps; None while
-    memory is not short.
+    Linux: pages of this process, also pages of code that are read again from its files; None if no
+    page is in swap. Mac: the pages that all programs have in the memory compressor, from which
+    macOS swaps; None while memory is not short.
     """
     pages = HERE.swapped_pages()
     return pages and tuple(n * PAGE_S for n in pages)

@@ -57,7 +57,7 @@ class TextModel:
     def __call__(self, inputs: mx.array, cache: list | None = None, **kwargs: Any) -> mx.array:
         """Compute the logits ``[B, T, V]`` of token ids ``[B, T]``."""
         model = self.language_model
-        if hasattr(model, "_rope_deltas"):  # from the last text or its images
+        if hasattr(model, "_rope_deltas"):  # left by the last text or its images
             model._position_ids, model._rope_deltas = None, mx.zeros((len(inputs), 1), mx.int32)
         for c in leaves(cache or ()):
             if type(c) is caches.ArraysCache:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
             # An error of the template would end the chat at its first message.
             templated(tokenizer, "x", args.system_prompt)
             if draft is not None:
-                draft.bind(model)  # refuses a draft that does not fit
+                draft.bind(model)  # raises if the draft does not fit
             args.prefill_step_size = session_of(model).room.step(args.prefill_step_size)
             return model, tokenizer
 

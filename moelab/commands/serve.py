@@ -47,7 +47,7 @@ def _load(args, config, group):
     model, tokenizer = load(path, config, group=group, draft=draft, texts=texts, **loading)
     try:
         if draft is not None:
-            draft.bind(model)  # refuses a draft that does not fit
+            draft.bind(model)  # raises if the draft does not fit
     except ValueError:
         close(model)
         raise

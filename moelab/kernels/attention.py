@@ -168,7 +168,10 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Writes y ``[rows, Dv]``, means of values ``[keys, Dv]``. Weights add up from ``sums``."""
+    """Writes y ``[rows, Dv]``, weighted means of values ``[keys, Dv]``.
+
+    Each mean is divided by the sum of its weights, also of that in ``sums``, which has no value.
+    """
 
     form = "Dv"
     signature = "*weights *values *sums *y rows keys"

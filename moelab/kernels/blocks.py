@@ -27,8 +27,8 @@ class Recurred(NamedTuple):
 
     y: np.ndarray  # ``[n, D]``, the output
     before: np.ndarray  # ``[B, width - 1, C]``, the convolution's inputs before the tokens
-    qkv: np.ndarray  # ``[n, C]``, its inputs of the tokens
-    after: np.ndarray  # ``[B, width - 1, C]``, its inputs before the next token
+    qkv: np.ndarray  # ``[n, C]``, the convolution's inputs of the tokens
+    after: np.ndarray  # ``[B, width - 1, C]``, the convolution's inputs before the next token
     state: np.ndarray  # ``[B, Hv, Dv, Dk]``, the recurrent state after the tokens
     inputs: tuple  # arguments of ``gated_delta.recur``
 
@@ -270,7 +270,7 @@ class Attention(Block):
         """Compute attention ``[B, heads, T, size]`` to the cache's tokens and to k and v."""
         if cache is not None:
             # The cache holds MLX arrays, and may be of any of mlx-lm's kinds.
-            for name, a in ("keys", k), ("values", v):  # before anything is written to them
+            for name, a in ("keys", k), ("values", v):  # check before anything is written to them
                 held = getattr(cache, name, None)
                 if held is not None:
                     check_cache(held, (*a.shape[:2], held.shape[2], a.shape[3]))

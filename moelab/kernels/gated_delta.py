@@ -76,7 +76,7 @@ def fast_update(update: Callable) -> Callable:
     def call(*args, use_kernel=True, **kwargs):  # ``use_kernel`` is False in training
         return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
 
-    call.is_fast = True  # a rollback computes it again: that is faster than to keep every state
+    call.is_fast = True  # a rollback runs it again, which is faster than to keep every state
     return call
 
 

@@ -27,7 +27,7 @@ from .quantized import Rows
 
 # To copy a smaller recurrent state takes less time than to get its memory from MLX.
 IN_PLACE_NBYTES = 512 * 1024
-MOST_TOKENS = 16  # of a pass that is recorded
+MOST_TOKENS = 16  # a pass of more tokens is not recorded
 
 
 class Layer(blocks.Block):

@@ -124,7 +124,7 @@ class Watched:
 
     def __setattr__(self, key, value):
         super().__setattr__(key, value)
-        if key != "__class__":  # which a hook sets
+        if key != "__class__":  # hooks set this
             self.__dict__.pop("_kept", None)
 
 

@@ -63,7 +63,7 @@ class Packed(NamedTuple):
 
     x: int  # address of ``[rows, D / (L * n), n, L]``, for L lanes and n weights in a word
     sums: int  # address of the sums of each word's inputs, ``[rows, D / (L * n), L]``
-    memory: np.ndarray  # of both
+    memory: np.ndarray  # the memory of ``x`` and ``sums``
 
 
 class Parts(NamedTuple):
@@ -361,7 +361,7 @@ class _Product(Code):
         if self.bits == 4 and self.L == 16:
             values = [*E2M1, *(-v for v in E2M1)] if self.mode == "mxfp4" else map(float, range(16))
             table = ir.Constant(self.floats, list(values))
-            return self.b.call(self._look_up, [table, shifted])  # it uses the low four bits alone
+            return self.b.call(self._look_up, [table, shifted])  # this uses only the low four bits
         if self.mode == "mxfp4":
             return self._e2m1(shifted)
         return self.b.uitofp(self.b.and_(shifted, self._all(2**self.bits - 1)), self.floats)

@@ -24,7 +24,7 @@ SPIN_S = 2e-4
 # The fewest multiplications and additions of a shared job. One thread does fewer in the time that
 # the team takes to begin.
 SHARED_WORK = 100_000
-PIECES = 4  # for each thread: a delayed thread computes fewer
+PIECES = 4  # pieces for each thread, so that a delayed thread computes fewer
 YIELD_SPINS = 64  # looks for work between two calls of ``sched_yield``
 # Fields of a team, each in a cache line of its own. JOB holds in one word the number of the job,
 # the number of its pieces, and the next piece. So a thread takes a piece by one compare-and-swap,
@@ -141,7 +141,7 @@ class Team:
         """Wake the threads that sleep."""
         if self._awake.value < len(self._beds):
             for bed in self._beds:
-                with suppress(RuntimeError):  # another caller did
+                with suppress(RuntimeError):  # another caller has woken it
                     bed.release()
 
     def end(self) -> None:

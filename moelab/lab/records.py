@@ -260,7 +260,7 @@ class Running:
 
     def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
         if tabled:
-            pandas()  # fails now, while no work can be lost
+            pandas()  # if it is missing, fail before any work
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {

@@ -179,7 +179,7 @@ def speculative_generate_step(
         for i in range(0, prompt.size - 1, prefill_step_size):
             end = min(i + prefill_step_size, prompt.size - 1)
             target.prefill(prompt[i:end], policy)
-            if num_draft_tokens != 0:  # not later: unread features take memory
+            if num_draft_tokens != 0:  # now, since unread features take memory
                 begin = time.perf_counter()
                 target.draft.catch_up()
                 draft_s += time.perf_counter() - begin
@@ -225,7 +225,7 @@ class _Rounds:
                 most = max(self._left - 1 - bool(self._pending), 0)
                 most = min(most, self._target.room() - 1)
                 n = min(self._policy.choose(self._missed, most), most)
-                if self._pending and (n or self._left == 1):  # drafting would delay it
+                if self._pending and (n or self._left == 1):  # drafting would delay this token
                     pending, self._pending = self._pending, None
                     self._left -= 1
                     yield self._last.item(), *pending

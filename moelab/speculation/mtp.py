@@ -33,8 +33,9 @@ from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
-QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # ``mtp.*``; norms may be stored as weight - 1
-NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")  # as layer L
+# Families whose head has tensors ``mtp.*`` (norms may be stored as weight - 1), or is layer L.
+QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 # The families' names of a head's parts, and the names that ``Head`` gives them.
 PARTS = {
     "pre_fc_norm_embedding": "norm_embedding", "enorm": "norm_embedding",

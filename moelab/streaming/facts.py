@@ -216,7 +216,7 @@ def _grown(cache, context):
         return cache.nbytes
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
-        return cache.nbytes * -(-context // 2)  # a family's own class
+        return cache.nbytes * -(-context // 2)  # a cache class of the family's own
     # The length of a chunk matters only in a cache of limited size, which once full stays full.
     limit, chunk = getattr(cache, "max_size", None), context
     if limit is not None:

@@ -55,7 +55,7 @@ def joined() -> mx.distributed.Group | None:
         del os.environ["MLX_HOSTFILE"]  # ``mlx.launch -n 1`` writes it empty; MLX refuses that
         rank = None
     others = "the other ranks"
-    with suppress(OSError, ValueError, TypeError):  # another backend's file, or none
+    with suppress(OSError, ValueError, TypeError):  # the file is another backend's, or missing
         hosts = [", ".join(addresses) for addresses in json.loads(Path(file).read_text())]
         others = " and ".join(f"rank {i} at {at}" for i, at in enumerate(hosts) if str(i) != rank)
     with open(os.devnull, "w") as nowhere:  # a traceback at the end would add nothing

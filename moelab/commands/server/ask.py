@@ -72,7 +72,7 @@ class Ask:
     is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
 
     def __post_init__(self):
-        bias = self.penalties.get("logit_bias", {})  # its keys are texts after JSON
+        bias = self.penalties.get("logit_bias", {})  # JSON makes texts of its keys
         self.penalties = self.penalties | {"logit_bias": {int(k): v for k, v in bias.items()}}
 
 
@@ -80,7 +80,7 @@ class Token(NamedTuple):
     """A token that was read or chosen."""
 
     id: int
-    logprob: float | None  # None: the prompt's first
+    logprob: float | None  # None for the prompt's first token
     top: list[tuple[int, float]]  # the likeliest tokens, the likeliest first
 
 
@@ -88,7 +88,7 @@ class Usage(NamedTuple):
     """How many tokens a finished text took."""
 
     prompt: int
-    cached: int  # of the prompt, not read again
+    cached: int  # tokens of the prompt that were not read again
     completion: int
 
 

@@ -51,8 +51,8 @@ class _Text:
         self.tokens, self.prompt_size = ask.tokens, len(ask.tokens)  # a copy once it is opened
         self.place = "waiting"  # for memory; then it is "reading" its prompt, "alone" or in "batch"
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
-        self.uid = None  # its number in the batch
-        self.steps = None  # yields its tokens, if it is written with a draft
+        self.uid = None  # the text's number in the batch
+        self.steps = None  # yields the text's tokens, if a draft helps to write them
         self.mask = Mask(ask.form, tokenizer, self.prompt_size) if ask.form else None
         self.scores = [Token(ask.tokens[0], None, [])] if ask.echo else []
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
@@ -128,7 +128,7 @@ class Engine:
         number = next(self._numbers)
         self._tells[number] = tell
         self._inbox.put((number, ask))
-        if self._error:  # then nobody reads the inbox
+        if self._error:  # nobody reads the inbox any more
             tell(self._error)
         return partial(self._inbox.put, (number, None))
 
@@ -187,7 +187,7 @@ class Engine:
         for text in self._at("reading", "alone"):
             self._try(self._place, text)
         reading, written = self._at("reading"), self._at("batch", "alone")
-        drafts = any(text.steps for text in written)  # then the draft's state is that text's
+        drafts = any(text.steps for text in written)  # if so, the draft holds that text's state
         if reading and not drafts and (turn["due"] or not written):
             # A short prompt comes first, unless a part of a long one is due.
             text = min(reading, key=lambda text: (text.rest <= PART) == turn["due"])
@@ -320,7 +320,7 @@ class Engine:
         most = min(self.served.args.prefill_step_size, SCORED if text.scores else self._most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
         if self.served.draft is not None and not text.scores:
-            next(self._drafted(text, end, max_tokens=0), None)  # chooses none
+            next(self._drafted(text, end, max_tokens=0), None)  # reads, but chooses no token
             text.read = end
         else:
             following = text.tokens[text.read + 1 : end + 1]
@@ -346,7 +346,7 @@ class Engine:
         for r in written:
             text = texts[r.uid]
             ends = text.write(r.token, r.logprobs)
-            if r.finish_reason:  # then the batch has dropped the text
+            if r.finish_reason:  # the batch has dropped the text
                 text.uid, text.cache, text.read = None, r.prompt_cache, len(text.tokens)
             if ends:
                 self._end(text)
@@ -403,7 +403,7 @@ class Engine:
         if text.uid is not None:
             ((cache, tokens),) = self._batch.remove([text.uid], True).values()
         elif text.steps is not None:
-            text.steps.close()  # then the cache is complete
+            text.steps.close()  # this completes the cache
             tokens = text.tokens
         if tokens and cache and not text.ask.echo:
             self.prompts.keep(tokens[:], cache, "assistant")

@@ -109,14 +109,14 @@ class _Endpoint:
                 raise Refused(words, status=503)
             if await request.is_disconnected():
                 raise ClientDisconnect
-            watch = asyncio.create_task(receive())  # it ends when the client is gone
+            watch = asyncio.create_task(receive())  # this ends when the client is gone
             watch.add_done_callback(lambda _: tell(ClientDisconnect()))
             await self._answer(asked, write, told, tell)
         except ClientDisconnect:
             logging.info("%s: the client has gone", scope["path"])
         except (Exception, asyncio.CancelledError) as error:
             words, status = _error(self.dialect, error)
-            with suppress(asyncio.CancelledError):  # the client takes nothing
+            with suppress(asyncio.CancelledError):  # the client takes no answer any more
                 await write(words, status=status)
         finally:
             _held.pop(request, None)
@@ -220,7 +220,8 @@ class Server(uvicorn.Server):
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
-        for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # until the process ends
+        # These handlers stay until the process ends.
+        for ends in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(ends) is not signal.SIG_IGN:  # nohup ignores a hang-up
                 signal.signal(ends, self.handle_exit)
         try:

@@ -61,7 +61,7 @@ class Prompts:
         # The caches of a text in a batch are views of the batch's arrays and would keep them all.
         for c in cache:
             c.state = tree_map(lambda a: mx.contiguous(a) if type(a) is mx.array else a, c.state)
-        if self.make_way(sum(c.nbytes for c in cache)):  # before they are copied
+        if self.make_way(sum(c.nbytes for c in cache)):  # make room before they are copied
             mx.eval([c.state for c in cache])
             kept = self._kept[next(self._numbers)] = _Kept(cache)
             kept.tokens, kept.kind = np.array(tokens), kind

@@ -158,7 +158,7 @@ def disk_speed(path: str | Path) -> float:
     file = max(folder(path).glob("*.safetensors"), key=lambda f: f.stat().st_size)
     nbytes = max(4096, min(1 << 20, file.stat().st_size // 32))
     nbytes -= nbytes % native.ALIGNED
-    return machine.read_speed(file, True, 16, nbytes, 1024, direct=True)  # 16 at once, like prefill
+    return machine.read_speed(file, True, 16, nbytes, 1024, direct=True)  # 16 reads at once
 
 
 SHOWN = {  # columns of the report's table

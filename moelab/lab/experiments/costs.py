@@ -265,7 +265,7 @@ def _expert_s(model, experts, tokens):
 
 def main(out: str, model: str) -> None:
     """Measure a model's costs and save their record."""
-    records.pandas()  # fails now, while no work can be lost
+    records.pandas()  # if it is missing, fail before any work
     samples = records.table(samples_of(folder(model), tokens=SAMPLES))
     costs = costs_of(samples)
     text = "\n".join(f"{name} {value:.4g}" for name, value in vars(costs).items())

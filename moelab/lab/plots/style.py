@@ -20,7 +20,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# Pixels, but characters for an axis title on a phone and for a line of a legend.
+# All in pixels, except ``NARROW_CHARACTERS`` (an axis title on a phone) and ``LEGEND_CHARACTERS``.
 PLOT_HEIGHT = 300
 TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
@@ -186,7 +186,8 @@ def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
         trace.name = trace.name and "<br>".join(wrap(trace.name, LEGEND_CHARACTERS))
     meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b
     narrow = {"margin.l": min(fig.layout.margin.l or 50, 50), **meta.get("narrow", {})}
-    narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}  # also below the labels
+    # A legend on a phone may also stand below the labels.
+    narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}
     bottom, low = (FOOTER + LEGEND_LINE * _legend_lines(fig, width) for width in (WIDE, NARROW))
     most = 1
     for axis in fig.select_xaxes():
