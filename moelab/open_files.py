@@ -1,7 +1,7 @@
 """The limit of open files: the soft one is raised for a model's files, the hard one stays.
 
-mlx-lm sets both limits to its own numbers when it is imported. That fails if the hard limit is
-below 4096, and lowers a higher one. Here mlx-lm is imported without setting the limits.
+mlx-lm sets both limits to its own numbers when it is imported. This fails if the hard limit is
+below 4096, and lowers a higher hard limit. Here mlx-lm is imported without setting the limits.
 """
 
 import errno

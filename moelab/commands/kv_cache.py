@@ -146,7 +146,10 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read a file's caches and metadata; raise if it is damaged or ``made`` (None: any) differs."""
+    """Read a file's caches and metadata; raise if it is damaged.
+
+    With ``made`` (from ``_made_by``), raise also if the file does not name the same.
+    """
     held = read_header(file, "make it again")
     cache, metadata = load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:

@@ -70,10 +70,10 @@ class Parts(NamedTuple):
     """Which rows are multiplied with which matrices; arrays of int64."""
 
     matrix: np.ndarray  # ``[parts]``, the matrix of each part
-    first: np.ndarray  # ``[parts]``, the part's first number in ``x`` and in ``y``
+    first: np.ndarray  # ``[parts]``, the place in ``x`` and ``y`` where the part begins
     rows: np.ndarray  # ``[parts]``, how many rows
-    x: np.ndarray  # rows of x, part after part
-    y: np.ndarray  # rows of y for their products
+    x: np.ndarray  # numbers of rows of x, part after part
+    y: np.ndarray  # numbers of rows of y for their products
 
     @classmethod
     def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
@@ -330,7 +330,7 @@ class _Product(Code):
         for i in at:
             ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
-            # The numbers mean: fetch data, for reading, into the second-level cache.
+            # The arguments mean: fetch data, for reading, into the second-level cache.
             self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])
         part = list(acc) if self.mode == "float" else [None] * len(acc)
         for place in range(self.n):
@@ -367,7 +367,7 @@ class _Product(Code):
         return self.b.uitofp(self.b.and_(shifted, self._all(2**self.bits - 1)), self.floats)
 
     def _e2m1(self, q):
-        """The mxfp4 numbers that the low four bits encode."""
+        """The mxfp4 values that the low four bits encode."""
         b = self.b
         twice = sum(int(2 * v) << 4 * i for i, v in enumerate(E2M1))
         found = b.lshr(self._all(twice), b.and_(b.shl(q, self._all(2)), self._all(28)))

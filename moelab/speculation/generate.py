@@ -218,7 +218,10 @@ class _Rounds:
         self._in_flight = False  # the last round had no drafts and began this round's token
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
-        """Yield ``speculative_generate_step``'s tuples. Without an error, caches end complete."""
+        """Yield ``speculative_generate_step``'s tuples.
+
+        At the end, except after an error, the caches hold every token that was yielded.
+        """
         try:
             while self._left:
                 # A pass also gives the target's own token.

@@ -44,8 +44,8 @@ class Policy:
 
     The first pass with a number of drafts allocates memory, records or compiles kernels: on an H200
     it took 36 ms where 14 were expected; on two cores, with 40 layers, it took 2.1 tokens' time
-    where later passes took 1.7 (one run each). It counts at most as expected, and so does a first
-    draft that compiles.
+    where later passes took 1.7 (one run each). So a first pass counts at most as expected, and so
+    does a first draft that compiles.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
@@ -57,7 +57,7 @@ class Policy:
         # Blocks of 2, 4, 8, 16 tokens: few sizes, as a device may compile its kernels for each.
         powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
         self._numbers = sorted({*powers, max_draft_tokens})
-        self._unused = set(self._numbers)  # numbers that were not drafted yet
+        self._unused = set(self._numbers)  # numbers of drafts that were not tried yet
         self.plain_s = float("nan")  # seconds of a token without drafts
         self._plain_s = deque(maxlen=NUM_TIMES)
         self._verify_s = _Seconds()  # by the positions of a pass
@@ -139,7 +139,7 @@ class Policy:
         allowed_s = self.risk * self.plain_s * max(self.num_tokens, self._expected)
         left_s = allowed_s + min(allowed_s, self._banked_s) - self.lost_s
         missed_s = self.missed_s(missed)
-        promising = []  # (gain, -number, seconds that may be lost)
+        promising = []  # (gain, -drafts, seconds that may be lost)
         for n, draft_s, verify_s in zip(self._numbers, self.draft_s(), self.verify_s()):
             cost_s = draft_s + verify_s
             gain = tokens[n] * self.plain_s / cost_s

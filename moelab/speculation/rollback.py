@@ -5,12 +5,12 @@ every token of the text. ``Rollback`` has three strategies to get the state afte
 
     restore   put back the state from before the pass, and run the model over the kept tokens
     replay    keep the recurrence's inputs, and run it alone, without weights and experts
-    states    keep the state after every token (the gated delta rule of ``kernels`` replays)
+    states    keep the state after every token (but ``kernels.gated_delta`` uses replay)
 
 The last two use the tapes of ``recurrence``. ``states`` costs memory. It costs no time where a
 kernel writes every state (CUDA) or mlx-lm loops over the tokens. It costs time for Mamba 2 and on
-Metal, where tokens are computed together. ``auto`` replays on Metal or above ``STATES_NBYTES``. It
-restores if a layer's recurrence is not known.
+Metal, where tokens are computed together. ``auto`` replays on Metal or above ``STATES_NBYTES``.
+``auto`` restores if a layer's recurrence is not known.
 """
 
 from contextlib import contextmanager

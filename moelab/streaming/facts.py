@@ -124,7 +124,7 @@ class ModelFacts:
         return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
 
     def arrays_nbytes(self, tokens: int) -> int:
-        """The bytes of a call's arrays. Those of layers are free before logits are computed."""
+        """The bytes of a call's arrays. Layers' arrays are free before logits are computed."""
         return max(tokens * self.token_nbytes, self.few_nbytes(tokens))
 
 

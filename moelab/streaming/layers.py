@@ -56,10 +56,11 @@ class StreamedExperts(nn.Module):
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
         # A prefetcher sets this function to ask the router: a call hands it the indices and
-        # computes nothing. It is no hook: the session must remove it after any interrupt.
+        # computes nothing. It is an attribute and no hook, so that the session can remove it after
+        # an interrupt.
         self.probe = None
-        # This takes memory for a number of experts. It does not refer to this layer, since a cycle
-        # would keep the memory of a deleted model.
+        # This function takes memory for a number of experts. It does not refer to this layer, since
+        # a cycle would keep the memory of a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:

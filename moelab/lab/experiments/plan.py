@@ -45,7 +45,7 @@ TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # length and acceptance of a draft that would help
 WORTH_A_LINE = 1.2  # smaller speedups by a change are not worth a line
-STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the model of the layers, how many layers, experts in each
+STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the measured layers: whose, how many, experts in each
 
 
 @dataclass(frozen=True)

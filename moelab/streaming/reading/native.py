@@ -36,7 +36,7 @@ SHARED_NBYTES = 2 * 1024 * 1024
 # multiples of ``ALIGNED``. A range longer than the buffer goes through the page cache.
 ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
-# Linux's numbers for ``statx`` (6.1): relative path, mask, bytes of the result, alignments' place.
+# Linux's numbers for ``statx`` (6.1): relative path, mask, result's bytes, place of alignments.
 AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 
 

@@ -42,7 +42,8 @@ class SlotTable:
         self.slot_of = {}  # the slot of every expert held, least recently used first
         self._free = list(range(num_slots))[::-1]
         self._counts, self._decay = defaultdict(float), EVICTION[policy]
-        # A use counts this much now. It grows from call to call, so earlier uses need not shrink.
+        # A use counts this much now. It grows from call to call, so that the counts of earlier uses
+        # need not shrink.
         self._one = 1.0
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
