@@ -41,9 +41,10 @@ WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
     f"takes some {CLIFF} times as long, by published speeds"
 )
-# How probable swapping may be on a Mac, by field of ``Most``: what slots gain, divided by what
-# swapping costs. Assumed gains: a few more slots 1%, a slot for every expert 50%. If only K slots
-# in each layer fit, a model is refused only if swapping is more probable than not.
+# A plan for a Mac may swap with these probabilities, by field of ``Most``. They are what the slots
+# gain, divided by what swapping costs. Assumed gains: a few more slots 1%, a slot for every expert
+# 50%. If only K slots in each layer fit, a model is refused only if swapping is more probable than
+# not.
 RISKS = 0.01 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 
 

@@ -132,8 +132,8 @@ class Machine:
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
         """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
 
-        Each ``prompt_tokens`` tokens read the experts that no slot kept, during the arithmetic or
-        before it.
+        A prompt is computed in parts of ``plan.prompt_tokens`` tokens. Each part reads the experts
+        that no slot kept, during the arithmetic or before it.
         """
         step, facts = plan.prompt_tokens, plan.facts
         needed = [distinct(facts, min(step, tokens - i)) for i in range(0, tokens, step)]

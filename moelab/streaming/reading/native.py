@@ -19,7 +19,7 @@ from ...kernels.code import I32, I64, Code
 
 # The columns of a table of reads, one row for each range:
 #   FD, OFFSET      the file's descriptor, the first byte in the file
-#   EXPERT, TENSOR  for messages
+#   EXPERT, TENSOR  the expert and the tensor, for messages of errors
 #   IOV, COUNT      the address and the number of the iovecs: address and length of pieces of memory
 #   NBYTES          the bytes of all pieces
 #   ROOM            the address of memory where the range's whole blocks may land; 0: there is none

@@ -108,7 +108,7 @@ class LayerSlots:
         if self.is_copied:  # one kernel copies them
             most = max(1, MAX_COPIES // len(self.bank.into))
             return most if self.host is not None else max(1, min(most, COPIED_NBYTES // nbytes))
-        # Else the system reads ahead: to ask for as many experts as fit into slots takes less time.
+        # The page cache reads ahead, so asking for as many experts as there are slots is fastest.
         return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
 
     def resize(self, slots: int) -> None:
