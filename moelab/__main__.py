@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         code = args.run(args) or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # nobody reads stdout on, as in "... | head -1"
+    except BrokenPipeError:  # nobody reads stdout any more, as in "... | head -1"
         return 141  # what a shell says of a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # said in one line
         said = str(error)
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_current_folder():
-    """Name the current folder if it was removed: every path would fail without saying which."""
+    """Name the current folder if it was removed: the errors of relative paths would not name it."""
     try:
         os.getcwd()
     except FileNotFoundError as error:

@@ -1,7 +1,7 @@
 """Have MLX compile in a folder that this user owns.
 
 On a CPU MLX compiles in ``TMPDIR/mlx``, which belongs to the first user who ran MLX. For another
-user MLX cannot write there, and it would run what the first one put there.
+user MLX cannot write there, and it would run what the first user put there.
 """
 
 import os

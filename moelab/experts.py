@@ -107,8 +107,8 @@ def _expert_tensor(path, places, nbytes, p):
 
 
 def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
-    # The placeholder of each changed tensor holds its rows' numbers in two equal columns. They take
-    # little memory, and show a transposition or any arithmetic.
+    # The placeholder of each changed tensor holds row numbers in two equal columns. Two take little
+    # memory, and show a transposition or any arithmetic.
     numbered, starts, sources = dict(placeholders), [], []
     row = 1 << 40  # too large for a narrower type, so that a cast to one is noticed
     for name in changed:

@@ -1,4 +1,4 @@
-"""Observe or replace an object's calls for a while; a lasting change gets a class of its own."""
+"""``hooked`` replaces an object's calls for a while, ``call_instead`` a function's for good."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class hooked:
     """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
 
     Hooks may end in any order; after the last one ends, the module has its own class again. The
-    hook that began last is called first, an ``innermost`` hook last. The block can be entered again
-    for about 2 us, so that a pass may hook every layer.
+    hook that began last is called first, an ``innermost`` hook last. Entering the block again takes
+    about 2 us, so a pass may hook every layer.
     """
 
     module: object

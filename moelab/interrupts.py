@@ -2,8 +2,8 @@
 
 Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt raised
 in a destructor is lost. Raised in the standard library's ``Condition`` it leaves a lock taken, for
-which other threads wait for ever. So neither gets one: a command's handler is ``end``, and a load
-or a call of a streamed model holds Ctrl-C back (``held``).
+which other threads wait for ever. So none is raised in either: a command's handler is ``end``, and
+a load or a call of a streamed model holds Ctrl-C back (``held``).
 """
 
 import os
@@ -38,7 +38,7 @@ def end_at_ctrl_c() -> None:
 
 
 def _watch(signals):
-    """End the process if the main thread runs no handler, as while MLX evaluates a prompt."""
+    """End the process if the main thread cannot run ``end``, as while MLX evaluates a prompt."""
     while number := os.read(signals, 1):
         time.sleep(1)
         if number[0] == SIGINT and getsignal(SIGINT) is end and not _ends:
@@ -71,7 +71,7 @@ def _kill_children():
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo`` if Ctrl-C ends the block, and print its answer; with ``after`` always call."""
+    """Call ``undo`` if Ctrl-C ends the block, and print its result; ``after``: call it always."""
     _undo.append(undo)
     try:
         yield

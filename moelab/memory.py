@@ -28,11 +28,11 @@ STATES_NBYTES = 256 * 2**20
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # The memory that macOS and other programs need is assumed to be lognormal. Here are its median on a
-# Mac of 16 GiB, the power of the Mac's memory with which it grows, and its spread. Sources of
-# data/published.csv (``side`` fit of its recipe) bound these numbers. With 16 GiB, engines that
+# Mac of 16 GiB, the power of the Mac's memory with which it grows, and its spread. The sources of
+# data/published.csv that its recipe fits bound these numbers. With 16 GiB, engines that
 # left the system 3.4 and 5.8 GB made it swap (Godwit, qwisp), one that left 7.3 GB did not
 # (Godwit). With 48 GiB, one that left 17 to 24 GB made it compress memory (colibri), another that
-# left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with that power:
+# left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with this power:
 # 4.5 GB of 16, 22 of 128.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # How many times as long a token takes on a Mac that swaps: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
@@ -125,7 +125,7 @@ def memory_available() -> int:
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Seconds so far to bring pages back from swap; and these if all pages still there came back.
+    """Seconds to bring pages back from swap: those that came so far, and with those still there.
 
     Linux: pages of this process, also pages of code that are read again from its files; None if no
     page is in swap. Mac: the pages that all programs have in the memory compressor, from which

@@ -56,7 +56,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text of ``time_s``, ``wait_s`` of it waits, would be decoded."""
+        """How many times as fast a text decodes that took ``time_s``, with ``wait_s`` of waits."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -95,7 +95,7 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
         return nbytes / seconds
 
     while len(speeds) < (FEWEST if time.perf_counter() - begin > MEASURE_S else PAIRS):
-        first = len(speeds) % 2  # so that neither is always second
+        first = len(speeds) % 2  # so that neither layout is always second
         pair = speed(first), speed(1 - first)
         speeds.append(pair[::-1] if first else pair)
     return Gain(reads, np.array(speeds[1:]))
@@ -199,7 +199,7 @@ def repack(
 
 
 class _Layer:
-    """The experts of one layer; ``write`` has MLX read one of their parameters after another."""
+    """The experts of one layer; ``write`` has MLX read one parameter of them after another."""
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)

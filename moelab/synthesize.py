@@ -1,8 +1,7 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
-The tensors are those of the model that mlx-lm builds from the published configuration and never
-evaluates. The model writes noise, but each layer costs as much to read and to compute as the real
-one.
+The tensors' names and shapes are those of mlx-lm's model of the published configuration. The
+checkpoint writes noise, but each layer costs as much to read and to compute as the real one.
 """
 
 import contextlib
@@ -38,8 +37,8 @@ TOKENIZER_FILES = (
 # Families that can be written with fewer layers. Configurations of others list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
 # A layer's output has this standard deviation if its input has 1. Routed experts get more, because
-# eight near-equal scores scale them down and each of them should change the next token. Other
-# branches get less, so that the residual stream stays larger than each of them.
+# eight near-equal scores scale them down, and each expert should change the next token. Other
+# branches get less, so that the residual stream stays larger than each branch.
 GAINS = {
     "switch_mlp.down_proj": 3.0,
     "down_proj": 0.5, "o_proj": 0.5, "out_proj": 0.5,
@@ -131,7 +130,7 @@ def _chunks(tensor, shapes, sizes, seed, silent_rows, routers=None):
             out = table[rng.integers(0, 256, (rows, columns), np.uint8)]
             if path.endswith("lm_head"):
                 out[[r - row for r in silent_rows if row <= r < row + rows]] = 0
-        else:  # a row of a multiple of 32 weights is whole 8-byte numbers
+        else:  # a row has a multiple of 32 weights, so whole 8-byte numbers fill it
             out = rng.integers(0, 2**64, rows * width // 8, np.uint64)
             out = out.view(np.uint8).reshape(rows, width)
         if routers:

@@ -45,10 +45,10 @@ class System:
         return found.total, found.available
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far; and these with the pages that are still there."""
+        """Pages that came back from swap so far; and these with the pages still in swap."""
 
     def pressure(self) -> int | None:
-        """How short memory is: 1 not, 2 short, 4 very."""
+        """How short memory is: 1 not short, 2 short, 4 very short."""
 
 
 class Linux(System):
@@ -92,17 +92,17 @@ class Mac(System):
     F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
-    # <mach/host_info.h>: HOST_VM_INFO64, and places of its counts of 4 and of 8 bytes. psutil's
-    # counts of swapping are of files' pages.
+    # <mach/host_info.h>: HOST_VM_INFO64, and places of its counts of 4 and of 8 bytes. psutil
+    # counts files' pages as swapped.
     VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
-    # macOS 27 has more counts, which follow the old ones, and refuses some questions for the old
-    # ones alone (MIG_ARRAY_TOO_LARGE), as psutil 7.2 asks them. It then says how many words it has.
+    # macOS 27 has more counts, after the old ones. It refuses some questions for the old ones alone
+    # (MIG_ARRAY_TOO_LARGE), as psutil 7.2 asks, and then says how many words it has.
     TOO_LARGE, MOST_WORDS = -307, 1024
     _words = 38  # of 4 bytes, in revision 1
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
-        """The C library. Python's ``fcntl`` calls that of C, and knows how C passes ``...``."""
+        """The C library, except ``fcntl``: Python's own knows how C passes optional arguments."""
         return ctypes.CDLL(None, use_errno=True)
 
     def drop_pages(self, fd):

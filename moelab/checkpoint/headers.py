@@ -1,4 +1,4 @@
-"""Reads safetensors headers. Their package checks them, but does not say where tensors begin."""
+"""Reads safetensors headers: safetensors' package does not say where the tensors begin."""
 
 import json
 import zlib

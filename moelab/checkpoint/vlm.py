@@ -2,7 +2,8 @@
 
 The model is mlx-vlm's own, without vision and audio. Its experts become mlx-lm's modules, which
 compute the same. Its caches become mlx-lm's where mlx-lm has the kind. So streaming, rollback and
-prompt cache files know one library. A family whose experts have a known shape needs no code here.
+prompt cache files need no code for mlx-vlm. A family whose experts have a known shape needs none
+here.
 """
 
 import inspect
@@ -30,7 +31,7 @@ INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # parts with configuration objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
 # In these families a compiled function keeps the length of a process's first text, so texts of
-# other lengths get wrong tokens (0.7.10). Loading one ends MLX's compiling in the process.
+# other lengths get wrong tokens (0.7.10). Loading such a model ends MLX's compiling in the process.
 COMPILED_ONCE = {"hy_v4"}
 # Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}

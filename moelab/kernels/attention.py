@@ -1,10 +1,9 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
-MLX's attention is two products of its BLAS, in its Linux packages the reference BLAS. Here values
+MLX's attention is two products of its BLAS, which is the slow reference BLAS on Linux. Here values
 are added key after key, and a masked key adds exactly 0 to a query that sees any other key. So a
 token's result does not depend on how a text is divided into passes, if the cache holds the keys in
-order. A full rotating cache (gpt_oss, afmoe) has them in another order: there other passes round
-differently.
+order. A full rotating cache (gpt_oss, afmoe) holds them in another order, so there it does depend.
 
 The sum of n values is divided at the end, so it is inf or NaN if the values are above float32's
 largest number / n. Scores that overflow (above 3e38) give inf or NaN in other places than MLX.
@@ -170,7 +169,7 @@ class _Softmax(Code):
 class _AddUp(Code):
     """Writes y ``[rows, Dv]``, weighted means of values ``[keys, Dv]``.
 
-    Each mean is divided by the sum of its weights, also of that in ``sums``, which has no value.
+    Each mean is divided by the sum of its weights and of the sink's weight, which is in ``sums``.
     """
 
     form = "Dv"

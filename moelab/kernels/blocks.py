@@ -2,8 +2,8 @@
 
 A block is a dozen calls of native code, with numpy between them. MLX takes 16 to 60 us to evaluate
 each module. A block computes only text in float32 without padding, with projections of ``modules``
-without a bias and mlx-lm's caches. Else it calls mlx-lm's modules: also in training, with hooks, or
-when another library has replaced a method or function.
+without a bias and mlx-lm's caches. Otherwise it calls mlx-lm's modules: also in training, with
+hooks, or when another library has replaced a method or function.
 """
 
 from functools import lru_cache
@@ -80,7 +80,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
-    """Return a parameter ``[size]``. For a recorded program nobody else can change its memory."""
+    """Return a parameter ``[size]``; for a recorded program, one that nobody changes in place."""
     a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
@@ -143,7 +143,7 @@ class GatedDelta(Block):
         return is_known and all(a is None or a.dtype == mx.float32 for a in cache.cache)
 
     def own_matrices(self) -> list | None:
-        """The block's matrices; None if the kernels cannot compute what is in it now."""
+        """The block's matrices; None if the kernels cannot compute the block as it is now."""
         conv1d, norm = self["conv1d"], self["norm"]
         parameters = self["A_log"], self["dt_bias"], conv1d["weight"]
         if (
@@ -270,7 +270,7 @@ class Attention(Block):
         """Compute attention ``[B, heads, T, size]`` to the cache's tokens and to k and v."""
         if cache is not None:
             # The cache holds MLX arrays, and may be of any of mlx-lm's kinds.
-            for name, a in ("keys", k), ("values", v):  # check before anything is written to them
+            for name, a in ("keys", k), ("values", v):  # check before the cache is written to
                 held = getattr(cache, name, None)
                 if held is not None:
                     check_cache(held, (*a.shape[:2], held.shape[2], a.shape[3]))

@@ -58,7 +58,7 @@ class Memory:
         self._blocks, self._now, self._at = [], 0, 0
 
     def rewind(self) -> None:
-        """Give the same memory to the next arrays. Earlier arrays keep it."""
+        """Give the same memory to the next arrays, which then share it with the earlier arrays."""
         self._now = self._at = 0
 
     def empty(self, *shape: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """Return a class's kernel for L lanes and a form. Code without addresses can be stored."""
+    """Return a class's kernel for L lanes and a form. Code without addresses is stored on disk."""
     args = (len(kind.signature.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)

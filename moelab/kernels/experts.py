@@ -16,7 +16,7 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up (or both in one)
 class FastExperts:
     """The experts of one layer; ``forward`` computes them with numpy's arrays."""
 
-    # While ``expecting``, ``expect`` gets this many likely experts of each token before attention.
+    # While ``expecting``, ``expect`` gets ``expects`` experts of each token before attention.
     expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:
@@ -31,8 +31,8 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit. For one token the program ``placed`` may compute this, in
-        its ``y``.
+        None if the kernels do not fit. For one token the program ``placed`` may compute the result,
+        in its own ``y``.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:
@@ -56,7 +56,7 @@ def takes_rows(module: nn.Module) -> bool:
 
 
 class ExpertsInModule(FastExperts):
-    """Mixed into ``SwitchGLU``: computes all projections in one call; gate and up may be one."""
+    """Mixed into ``SwitchGLU``: computes all projections in one call; gate and up may be joined."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         call = self.begin(x, indices.shape)
@@ -121,7 +121,7 @@ class ExpertCall:
         self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute some pairs, by their places among all n * K and the expert of each."""
+        """Compute (token, expert) pairs: their places among all n * K, and the expert of each."""
         gate_up, down = self._found
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
         if len(self.y) == self._shape[-1] == len(pairs):  # one token: no grouping by expert
@@ -158,7 +158,7 @@ class PlacedExperts:
             packed = down.pack(rowwise.gated(hidden[:, :F], hidden[:, F:]))
             self._multiply([down], packed, self.y, np.arange(K))
         places = (self._program.places(tasks)[0] for tasks in self._tasks)
-        # Each run takes its experts' tasks from those of all K.
+        # Each run copies its experts' tasks from the tasks of all K.
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):

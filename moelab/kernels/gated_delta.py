@@ -42,7 +42,7 @@ def gated_delta(
         return ops(q, k, v, g, beta, state, mask, steps)
     if not fits or not agree or any(a.dtype != mx.float32 for a in arrays):
         return ops(q, k, v, g, beta, state, mask)
-    if mask is not None:  # of a batch: with g = 1 and beta = 0 the state stays as it is
+    if mask is not None:  # padding in a batch: with g = 1 and beta = 0 the state stays as it is
         decays = mask[..., None] if g.ndim == 3 else mask[..., None, None]
         arrays[3:5] = mx.where(decays, g, 1.0), mx.where(mask[..., None], beta, 0.0)
     mx.eval(arrays)
@@ -54,7 +54,7 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v are contiguous."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
-    # The distance of two tokens. With T = 1 the stride of the time axis may be any number.
+    # The distance of two tokens. With T = 1 a time axis may have any stride: take the batch axis's.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),

@@ -64,11 +64,11 @@ class Layer(blocks.Block):
         return self["linear_attn" if "linear_attn" in self else "self_attn"]
 
     def _replay(self, x, mask, cache):
-        """Compute a short pass from the record of the layer's calls; None if none fits."""
+        """Compute a short pass from a record of the layer's calls; None if no record fits."""
         passes, n = self.__dict__["_passes"], len(x.x)
         found = passes.get(n)
         if found is not None and not found.is_valid():
-            found = passes.clear()  # none is valid: all have the same modules
+            found = passes.clear()  # no record is valid: all have the same modules
         if found is None:
             found = passes[n] = Pass.of(self, n)
         return None if found is None else found.run(x, mask, cache)
@@ -77,7 +77,7 @@ class Layer(blocks.Block):
 class DeltaPass:
     """The record of a ``GatedDelta35`` for a short pass.
 
-    The program ``first`` computes the input x ``[n, D]`` and then, as ``end``, the output ``y``.
+    The program ``first`` computes the input x ``[n, D]`` and then the output ``y``: it is ``end``.
     """
 
     def __init__(self, mixer, x, first):

@@ -100,7 +100,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
 
 
 class Kept:
-    """The object ``made`` from a module's arrays, and those arrays."""
+    """The object ``made`` from a module's ``arrays``; ``owned`` are MLX arrays beside it."""
 
     def __init__(self, arrays: tuple = (None,), made: Any = None, owned: list = ()):
         self.arrays, self.made, self.owned = arrays, made, owned
@@ -179,7 +179,8 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """Return an array in the memory of ``a``, which nobody else can change in place; else ``a``."""
+    """Return a view of ``a``, which keeps others from changing its memory in place; ``a`` if MLX
+    would copy."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -289,7 +290,7 @@ class _Conv1d(_Fast):
 
     @property
     def taps(self) -> Kept:
-        """The filters: numpy's ``[width, C]`` (``made``), and MLX's, ``[C]`` each (``owned``)."""
+        """The filters: for numpy ``made`` ``[width, C]``, for MLX ``owned``, each ``[C]``."""
         weight, kept = self["weight"], self.__dict__.get("_kept")
         if kept is None or kept.arrays[0] is not weight:
             taps = np.ascontiguousarray(np.asarray(weight)[..., 0].T)

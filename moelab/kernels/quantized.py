@@ -6,9 +6,9 @@ might change the order with the number of rows). MLX adds in another order, so i
 rounding.
 
 For affine weights, inputs are divided by a power of two and results are multiplied by it, so
-that sums overflow no earlier than MLX's. This changes no bit of a result, unless an input is below
-1.2e-35. If an input is inf or -inf, a result may be NaN here and inf or -inf with MLX. Sums near
-float32's largest number may overflow in one order and not in the other.
+that sums overflow no earlier than MLX's. The division changes no bit of a result, unless an input
+is below 1.2e-35. If an input is inf or -inf, a result may be NaN here and inf or -inf with MLX.
+Sums near float32's largest number may overflow in one order and not in the other.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without thei
 # Such rows are far apart, as a processor prefetches what is read in order. Two cores of a Xeon read
 # uncached weights at 29 GB/s with four rows far apart, and at 16 GB/s with two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
-# How far ahead weights are prefetched: processors themselves stop at the end of a page.
+# How far ahead weights are prefetched: processors themselves prefetch to the end of a page only.
 AHEAD_NBYTES = 4 * 1024
 # Rows of weights that stay in a core's cache while all rows of x are multiplied with them. If there
 # is only one group of rows of x, all weights are one tile.
@@ -207,7 +207,7 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 
 
 class _Packer(Code):
-    """Packs rows in the order of ``Packed``. A step takes the inputs of L words of weights."""
+    """Packs rows x in the order of ``Packed``, in blocks of L * n inputs: those of L words."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"

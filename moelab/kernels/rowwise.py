@@ -35,7 +35,7 @@ def rms_norm(
 
 
 def _places(a):
-    """Return an array's address, and the distances of its groups of rows and of its rows."""
+    """Return an array's address and the distances between its groups and between a group's rows."""
     if a is None:
         return 0, 0, 0
     first, second = (a.strides[0], a.strides[1]) if a.ndim == 3 else (a.strides[0], 0)
@@ -119,7 +119,7 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
 
 
 class _Norm(Code):
-    """Norms of rows. x1 and x2 are the distances of x's groups of rows and of its rows."""
+    """Norms of rows. x1 is the distance between x's groups, x2 that between a group's rows."""
 
     form = "D eps scale has_weight has_add has_gate"
     signature = "*x x1 x2 *y y1 y2 *gate g1 g2 *weight *add H rows"
@@ -163,7 +163,7 @@ class _Norm(Code):
 
 
 class _Gated(Code):
-    """y = x times a function of the gate. A step is the distance of two rows."""
+    """y = x times a function of the gate. A step is the distance from one row to the next."""
 
     form = "D is_silu"
     signature = "*gate gate_step *x x_step *y rows"
@@ -185,7 +185,7 @@ class _Gated(Code):
 
 
 class _Convolution(Code):
-    """Convolutions over ``width`` tokens, and (``after``) what is before the next tokens."""
+    """Convolutions over ``width`` tokens; ``after`` gets the inputs before the next tokens."""
 
     form = "width"
     signature = "*before *x *taps *y *after B T C"

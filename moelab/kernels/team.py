@@ -106,7 +106,7 @@ class Program:
 
 
 def put(places: list[tuple[ctypes.Array, int]], a: np.ndarray) -> None:
-    """Let a program compute with another array at ``Program.places``. The caller keeps ``a``."""
+    """Let a program compute with array a at ``Program.places``. The caller keeps ``a`` alive."""
     for arguments, i in places:
         arguments[i] = code.address(a)
 
@@ -174,7 +174,7 @@ class _Shared(Code):
         b = self.b
         self.team, self.spins = self.pointer(self.arguments[0], I64), b.alloca(I64)
         b.store(I64(0), self.spins)
-        # The instruction that tells the processor that a thread only looks; None if it has none.
+        # The instruction that tells a processor that a thread only waits; None if it has none.
         name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
         kinds, self._hint = [I32] * len(hint), [I32(n) for n in hint]
         self._pause = name and self._declare(name, ir.VoidType(), kinds)

@@ -1,4 +1,4 @@
-"""Measure the engine from outside and show what was measured. The engine imports none of it.
+"""Measure the engine from outside and show what was measured. The engine does not import the lab.
 
     lab/experiments/   what commands or several notebooks measure; cells measure the rest
     lab/records.py     the loop of every measurement, the form of a record, its statistics

@@ -29,7 +29,7 @@ class Evicting(StreamConfig):
 
 
 def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Make an argument type of distinct items, divided by commas."""
+    """Make an argument type for distinct items that commas divide."""
 
     def items(text):
         values = [item(part.strip()) for part in text.split(",")]
@@ -42,7 +42,7 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 
 def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
-    """Make each mode's configuration of the options; an option without effect ends the command."""
+    """Make each mode's configuration from the options; one without effect ends the command."""
     configs = parse_modes(args.modes, stream_config(args))
     check_stream_options(args, configs)
     return configs

@@ -160,7 +160,7 @@ def _slots_of(model, settings, rows):
 
 
 def _compared(model, p, rows):
-    """Compare streamed texts with resident ones or, where not every expert fits, stacked ones."""
+    """Compare streamed texts with resident ones; where not every expert fits, with stacked ones."""
     few = max(p.top_k, p.slots // 2)
     ways = p.config, replace(p.config, mode="stacked", slots=few)
     if p.slots == p.num_experts:  # every expert fits: stream the model with fewer slots
@@ -189,7 +189,7 @@ def _decoded(path, config, bar):
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:
-        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # is in any installation
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # any installation has it
         prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
         drop_pages(path)
         started = time.perf_counter()

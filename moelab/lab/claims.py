@@ -31,7 +31,7 @@ CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
 
 @dataclass(frozen=True)
 class Figure:
-    """What was measured of a claim in one regime."""
+    """What was measured for a claim in one regime."""
 
     regime: str  # where and how it was measured
     median: float  # of the samples, or a count

@@ -32,7 +32,7 @@ class Decoded:
     """The result of one timed run."""
 
     tokens: list[int]  # decoded: the first after the prompt, the warm-up, the timed ones
-    prefill_s: float  # seconds of the prompt, its next token included
+    prefill_s: float  # seconds of the prompt and of the token after it
     decode_s: float  # seconds of the timed tokens together
     step_s: list[float]  # seconds of each timed token; with a draft, of each timed round
     counters: Counters | None  # of the timed tokens; None without ``moelab.load``
@@ -62,7 +62,7 @@ def decode(
     """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
     The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``. But when
-    the clock starts and stops, nothing is scheduled, so that it times exactly ``tokens`` passes.
+    the clock starts and stops, nothing is scheduled, so exactly ``tokens`` passes are timed.
     ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are
     functions called with the clock stopped: ``before_prompt``, ``before_clock``, ``before_token``.
     With ``before_token`` each token is read before the next is scheduled.
@@ -189,8 +189,8 @@ def _timed(
 class OracleDraft:
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
-    The seed decides for each place of the text whether each guess for it is right. After a wrong
-    guess all guesses of the round are wrong. A wrong guess is as a rule another place's token.
+    The seed decides at which places of the text guesses are right. After a wrong guess all guesses
+    of the round are wrong. A wrong guess is as a rule another place's token.
     """
 
     layer_ids = ()

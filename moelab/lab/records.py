@@ -46,7 +46,7 @@ COMPUTED = {  # columns that ``table`` computes where rows have the columns of t
     "read_nbytes_per_token": "bytes_read / decode_tokens",
     "tau": "1 + accepted / rounds",
 }
-DISTURBED = 0.1  # a run is disturbed if others use more of the cores, or if it drifts by more
+DISTURBED = 0.1  # a run is disturbed if others use a larger share of the cores or it drifts more
 CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
 

@@ -79,7 +79,7 @@ def prose_spans(text: str) -> list[tuple[int, int]]:
 
 
 def heldout_prompts(model: str | Path, kind: str, length: int) -> list[list[int]]:
-    """Cut ``code`` or ``prose`` prompts, four a held-out file, that end within a line, as ids."""
+    """Return the ids of ``code`` or ``prose`` prompts, up to four of each held-out Python file."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))

@@ -15,11 +15,11 @@ from .pagecache import Replay, replay
 
 # Settings within this share of the fastest count as equal. Of these, the one that moves the fewest
 # bytes is taken, because reads have costs that a replay does not know. Where reads cannot go past
-# the page cache, as on a Mac, the one with the fewest slots is taken: too many cost far more.
+# the page cache, as on a Mac, the one with the fewest slots is taken: too many slots cost far more.
 EQUAL = 0.02
 # A repack that saves a smaller share of a token is not worth a second copy of the file.
 WORTH_A_COPY = 0.03
-NUM_SLOTS = 12  # numbers of slots to choose from, if none are given
+NUM_SLOTS = 12  # how many numbers of slots to choose from, if none are given
 
 
 class Setting(NamedTuple):
@@ -40,7 +40,7 @@ class Advice:
     token_s: float  # predicted seconds of a decoded token with this config and layout
     memory_nbytes: float  # the advice is for this memory, page cache included
     chosen: Replay  # the replay of this config and layout, without prefetch
-    settings: dict[Setting, Replay]  # all that were compared, in this layout, without prefetch
+    settings: dict[Setting, Replay]  # all compared ones, in the present layout, without prefetch
     why: tuple[str, ...]  # the reasons, one a sentence
 
     def __str__(self):

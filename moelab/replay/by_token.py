@@ -1,6 +1,6 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
-If every token takes the experts that its trace gave it most often, a cache for a quarter of all
+If every token takes the experts that the trace gave it most often, a cache for a quarter of all
 experts has the trace's hit rate within 0.04 (mean of layers). ``moelab.synthesize`` writes such a
 routing into a checkpoint with ``Routers``.
 """
@@ -18,7 +18,8 @@ KINDS_OF_THE_TRACE = 0.75  # at most this share of kinds (routes) has one token 
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
-# A router's logits of a token's experts, the most frequent first; those of all others are near 0.
+# A router's logits of a token's most and least frequent expert; others in its route lie between,
+# those of all other experts near 0.
 LOGITS = (4.0, 3.0)
 SIZES = ("hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size")
 
@@ -50,8 +51,8 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     The trace has L' layers and E' experts. Layer l of L follows the trace's ``l * L' // L``. If E
     is below E', expert numbers are taken modulo E. If E is n times E', each expert has n variants,
     e, e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for the
-    token. Each layer's spread gives the trace's text the trace's hit rate. There are ``kinds``
-    routes; tokens that the trace lacks, or has too rarely, share some of them.
+    token. Each layer's spread is the one with which the trace's text has nearly the trace's hit
+    rate. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share some.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)

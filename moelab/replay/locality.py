@@ -39,7 +39,8 @@ def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
 
 
 def _last_use(experts, E):
-    """Return each expert's last use before each token, token * K + place or -1: ``[T + 1, E]``."""
+    """Return when each expert was last used before each token: ``[T + 1, E]``, token * K + place,
+    or -1 for never."""
     T, K = experts.shape
     last = np.full((T + 1, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, K)

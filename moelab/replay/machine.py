@@ -57,7 +57,7 @@ class Machine:
     """A machine's memory, and the rates and times of a token on it."""
 
     ram_nbytes: float
-    taken_nbytes: float  # the system and other programs take so much of it
+    taken_nbytes: float  # the system and other programs take this much of it
     disk_bytes_per_s: float  # the engine reads experts from the SSD at this rate
     weights_bytes_per_s: float  # a token goes through the weights that it needs at this rate
     layer_s: float  # seconds of a layer beside its weights
@@ -126,7 +126,7 @@ class Machine:
         return Most(*(min(self.memory_nbytes, limit, nbytes) for nbytes in found))
 
     def swaps(self, held_nbytes: float) -> bool:
-        """Whether a Mac probably swaps if a model's arrays take so much."""
+        """Whether a Mac probably swaps if a model's arrays take ``held_nbytes``."""
         return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:

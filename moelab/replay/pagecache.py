@@ -16,7 +16,7 @@ from .eviction import held
 class Replay:
     """Hit rates, bytes and seconds of a trace with given memory, slots and costs."""
 
-    token_s: np.ndarray  # ``[T]``, each token that counts
+    token_s: np.ndarray  # ``[T]``, of each token that counts
     app_hit_rate: float  # share of the needed experts that were in a slot
     page_hit_rate: float  # share of the experts read that were in the page cache; nan: none read
     copied_per_token: float  # bytes from the page cache
@@ -133,8 +133,8 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
 
 
 def _missed_pages(units, capacity, ratio):
-    """Return the places of the units that Linux's two lists do not hold when these are read."""
-    # Each list maps its units, from its tail on, to whether they were referenced.
+    """Return the indices of the reads that Linux's two lists do not serve."""
+    # Each list maps units, the tail first, to whether they were referenced.
     inactive, active = OrderedDict(), OrderedDict()
     # Reclaims and activations so far, and how many there were when a unit was reclaimed.
     age, left, missed = 0, {}, []

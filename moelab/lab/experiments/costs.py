@@ -129,8 +129,9 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         return _line(misses * nbytes, reads)
 
     def beside(variant):
-        """Return seconds of a byte, of a call, and the hidden share of the shorter of reads and
-        arithmetic. If a token takes longer than both in turn, its bytes get the difference."""
+        """Return the seconds of a byte, those of a call, and how much of the shorter of reads and
+        arithmetic is hidden (0 to 1). If a token takes longer than reads and arithmetic in turn,
+        its bytes get the difference."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L
@@ -242,7 +243,7 @@ def _time_without_waits(path, config, tokens, E):
 
 
 def _expert_s(model, experts, tokens):
-    """Time one expert more in a layer that holds all, from calls with K and with K / 2 experts."""
+    """Time one more expert in a layer, from calls with K and with K / 2 experts in slots."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
     module = layer.slots.bank.experts

@@ -32,9 +32,9 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# A plan is probably off by this factor at most. ``NEAR`` says how many plans were that near: of
-# sources that the formula was not fitted to (FORMULA), and of our own settings with measured costs
-# (OWN; data/results/cpu_planned_*.json).
+# A speed is probably within this factor of its plan. ``..._NEAR`` says how many were: of sources
+# to which the formula was not fitted (FORMULA), and of our own settings with measured costs (OWN;
+# data/results/cpu_planned_*.json).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = "four of five published sources were so near to their plan, the worst 3.3 times off"
 OWN_SPREAD = 1.2
@@ -57,7 +57,7 @@ class Forecast:
     machine: Machine
     advice: Advice  # how to stream the model, and a token's time
     spread: float = FORMULA_SPREAD  # the speed probably lies within this factor of the expected one
-    near: str = FORMULA_NEAR  # how often it lay so near, in words
+    near: str = FORMULA_NEAR  # how many speeds lay within the factor, in words
 
     @property
     def parts_s(self) -> dict[str, float]:

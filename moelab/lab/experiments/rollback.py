@@ -8,7 +8,7 @@ from ...speculation.rollback import Rollback
 
 
 class RestoreOnly:
-    """A faulty rollback to the recurrent state from before the pass, without accepted tokens.
+    """A faulty rollback: the recurrent state from before the pass, which lacks accepted tokens.
 
     SwiftLM's ``MambaCache.trim`` does so. Attention caches are trimmed as they should be.
     """
