@@ -8,8 +8,8 @@ from statistics import median
 
 MAX_DRAFTS = 15  # in a round
 GAIN = 1.03  # a number of drafts must promise this many times the undrafted speed
-# After 8 rounds with drafts, 2 tokens are timed without drafts; the number of rounds then doubles
-# each time, up to 64. Old times are too long: tokens become faster while slots fill.
+# Tokens become faster while slots fill, so 2 tokens are timed without drafts after 8 rounds with
+# drafts. The number of rounds doubles each time, up to 64.
 REFRESH_ROUNDS, REFRESH_TOKENS = (8, 64), 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
 ASK_EVERY = 4  # tokens between two decisions whether to draft, as a decision costs time too
@@ -20,8 +20,8 @@ FORGET_ROUND = 0.97  # the same weight after a round with drafts, which adds new
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, each position after its first is taken to cost 0.65 times the
-# time of a prompt's position. If no prompt was timed, it is a third of an undrafted token's time.
+# Until a verify pass is measured, a pass's second and later positions are taken to cost 0.65 times
+# a prompt's position each. If no prompt was timed, each costs a third of an undrafted token.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
 NUM_TIMES = 16  # latest times that a median or minimum is taken of
@@ -33,14 +33,14 @@ class Policy:
 
     A round that drafts n tokens costs the seconds to draft them and to pass over n + 1 positions,
     measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai is how often
-    the i-th draft was accepted once those before it were.
+    the i-th draft was accepted once the drafts before it were.
 
-    The loss is the time of the rounds with drafts, less the time of their tokens without drafts. A
-    round begins if the loss so far, plus the round's if nothing is accepted, is within a limit. The
-    limit is ``risk`` times the time of the text without drafts (of at least ``horizon`` tokens, or
-    ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its double.
-    Numbers that risk at most half of what is left come first, so a draft that begins badly is asked
-    for fewer tokens.
+    The loss is the time of the rounds with drafts, less the time that their tokens would take
+    without. A round drafts only if the loss so far, plus the round's if nothing is accepted, is
+    within a limit: ``risk`` times the time of the text without drafts (of at least ``horizon``
+    tokens, or ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its
+    double. Numbers of drafts that risk at most half of the limit's rest come first, so a draft that
+    begins badly is asked for fewer tokens.
 
     The first pass with a number of drafts allocates memory, records or compiles kernels: on an H200
     it took 36 ms where 14 were expected; on two cores, with 40 layers, it took 2.1 tokens' time
@@ -145,7 +145,7 @@ class Policy:
             gain = tokens[n] * self.plain_s / cost_s
             if n <= most and gain > GAIN:
                 promising.append((gain, -n, missed_s + cost_s - self.plain_s))
-        # Half of it first: after a bad beginning drafts become shorter before they stop.
+        # Half of ``left_s`` first: after a bad beginning drafts become shorter before they stop.
         for share in (0.5, 1):
             affordable = [p for p in promising if p[2] <= share * left_s]
             if affordable:
@@ -175,11 +175,11 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # Times of one number alone count for all: a block draft makes any number in one pass.
+        # Times of a single number count for all numbers: a block draft makes any in one pass.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:
-        """Seconds for the draft to read ``num_tokens``: the least estimate of measured reads."""
+        """Seconds for the draft to read ``num_tokens``: the least estimate from measured reads."""
         reads = self._missed_s if num_tokens else ()
         return min((s * max(1, num_tokens / n) for n, s in reads), default=0.0)
 

@@ -43,7 +43,7 @@ class Option:
     bounds: tuple[int, int] | None = None  # the least and the most of a whole number
     modes: Collection[str] = MODES  # the modes in which the field has an effect
     needs: str = ""  # what the other modes lack; they refuse the field, or ignore it if this is ""
-    for_auto: bool = False  # whether the field has an effect with ``slots="auto"`` alone
+    for_auto: bool = False  # whether the field has an effect only with ``slots="auto"``
 
     def check(self, name: str, value: Any) -> None:
         """Raise if the field ``name`` does not take ``value``."""

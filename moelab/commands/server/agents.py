@@ -205,7 +205,7 @@ class _Response:
 
 
 def _failed(words, param, status, code):
-    """Make the body of an error, sent alone or within a stream, in which Codex reads it."""
+    """Make an error's body, sent alone or within a stream; Codex reads its ``response``."""
     failed = {"status": "failed", "error": {"code": code or "server_error", "message": words}}
     return error(words, param, status, code) | {"type": "response.failed", "response": failed}
 

@@ -40,7 +40,7 @@ class Served:
     has_states: bool = False  # its caches cannot drop last tokens, so earlier states are kept
     is_batchable: bool = False
     context: float = inf  # tokens of a text that memory is planned for
-    room: float = inf  # how many such texts have caches that fit in memory
+    room: float = inf  # how many texts of ``context`` tokens have caches that fit in memory
     most_texts: int = 1  # at once
 
     def fits(self, sizes: list[int]) -> bool:

@@ -67,7 +67,7 @@ class _Choices:
         text, begun = part.text, self._request.prompt[index // self._request.n]
         if self._request.echo and index not in self._told:
             if not isinstance(begun, str):
-                half = self._detokenizer.begin(begun)  # the answer has that half character
+                half = self._detokenizer.begin(begun)  # the answer's text has the half character
                 begun = self._tokenizer.decode(begun).rstrip("\ufffd" * half)
             text = begun + text
         rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]
@@ -76,7 +76,7 @@ class _Choices:
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
         scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
         scores["token_logprobs"] = [row["logprob"] for row in rows]
-        # Of tokens with one text the likeliest stays. The prompt's first token has no probability.
+        # Of tokens with equal text the likeliest stays. The prompt's first has no probability.
         tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]

@@ -39,7 +39,7 @@ from .text import Stops
 GRACE_S = 2  # the seconds that the thread has to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
 PART = 512  # tokens of a prompt that are read at once while there are other texts
-LATELY_S = 10  # and for this many seconds after there were others
+LATELY_S = 10  # prompts are read so for this many seconds after there were other texts, too
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 

@@ -32,7 +32,7 @@ from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, is dropped after this
-KEEPALIVE_S = 4  # after this without an event, a stream sends one that keeps it alive
+KEEPALIVE_S = 4  # a stream without events for this time sends one that keeps the stream alive
 GRACE_S = 2  # at Ctrl-C, the time that clients have to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
 SMALL_NBYTES = 2**14  # of a small request; 16 small ones are taken however short memory is
@@ -51,7 +51,7 @@ def app(engine: Engine, served: Served, origins: Sequence[str] = ()) -> CORSMidd
     fixed[f"/v1/models/{served.name}"] = card
     ways = [(path, JSONResponse(said), "GET") for path, said in fixed.items()]
     ways += [(d.path, _Endpoint(d, engine, served, origins), "POST") for d in DIALECTS]
-    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # for base URLs without it
+    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # base URLs may lack it
     routes = [Route(path, endpoint, methods=[method]) for path, endpoint, method in ways]
 
     async def refuse(request, error):

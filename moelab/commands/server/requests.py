@@ -141,7 +141,7 @@ Form = with_config(ConfigDict(strict=True, extra="forbid"))(TypedDict("Form", Fo
 
 
 class Request(BaseModel):
-    """The fields that requests of chats and of completions share. Null is the default."""
+    """The fields that requests of chats and of completions share; null means the default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
     model: str = DEFAULT
@@ -282,7 +282,8 @@ class Dialect:
         match body:
             case {"tool_choice": {"disable_parallel_tool_use": True}}:  # Anthropic's
                 body = body | {"parallel_tool_calls": False}
-        # Names are swapped, so that ``kind`` refuses its own where the dialect has others.
+        # Names are swapped, so that ``kind``'s name of a field is refused where the dialect has
+        # another name for it.
         names = self.names | {name: own for own, name in self.names.items()}
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:

@@ -195,8 +195,8 @@ class Record:
 
     In a repacked file an expert is one range; in a published file each parameter is a range. A
     range's room in the slot holds all disk blocks that the range touches. If the range begins at
-    the same byte of its block for all experts, and this suits its types, the bytes stay where they
-    land. Else they are moved to the first byte of the room.
+    the same byte of its block for all experts, and its types may begin there, the bytes stay where
+    they land. Otherwise they are moved to the first byte of the room.
     """
 
     nbytes: int  # of a slot
@@ -290,9 +290,9 @@ def _parts(parameters, fuse, record):
     """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
     A record's parameters share one buffer. Each other parameter has its own buffer; with ``fuse``
-    gate and up share one. Returns three dictionaries. The first has the elements of each buffer
-    outside the record, the second each parameter's buffer, first element and end. The third has for
-    each parameter of the module its buffer, first element, shape and type.
+    gate and up share one. Returns three dictionaries. The first says how many elements each buffer
+    outside the record has. The second has each parameter's buffer, first element and end. The third
+    has, for each parameter of the module, its buffer, first element, shape and type.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
