@@ -58,7 +58,7 @@ def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
 
 
 def add_hidden(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add an option that mlx-lm's command has. The help's end names the option without a text."""
+    """Add an option that mlx-lm's command has. The help's end names it, without a text."""
     parser.add_argument(name, help=argparse.SUPPRESS, **options)
     parser.epilog = f"{parser.epilog or 'As mlx-lm has them:'} {name}"
 

@@ -144,8 +144,8 @@ class DFlashDraft:
 
     It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
     its target's dtype. If a target has the fast kernels, the draft gets them too and keeps them.
-    ``block_size`` is that of its training; it counts the last accepted token too. For the methods
-    see ``drafts.Draft``.
+    ``block_size`` is that of its training, the last accepted token included. For the methods see
+    ``drafts.Draft``.
 
     Args:
         path_or_hf_repo (str or Path): The folder or Hub repository of a draft in z-lab's format.

@@ -46,7 +46,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # drafted tokens that the target chose too, without its own next token
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # seconds from then to the target's tokens (no drafts: to the one before)
+    verify_s: float = 0.0  # seconds from then to the target's tokens (no drafts: to the last token)
 
 
 @dataclass
@@ -337,7 +337,7 @@ class _Target:
         self.draft.extend(tokens, features)
 
     def room(self) -> float:
-        """Return how many tokens a pass may have before a cache reaches its quantization."""
+        """Return how many tokens a pass may have before a cache is quantized."""
         start, _, bits = self._quantizing
         if bits is None:
             return float("inf")

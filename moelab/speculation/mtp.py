@@ -33,7 +33,8 @@ from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
-# Families whose head has tensors ``mtp.*`` (norms may be stored as weight - 1), or is layer L.
+# Families whose head has tensors ``mtp.*`` (norms may be stored as weight - 1), and families whose
+# head is layer L.
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 # The families' names of a head's parts, and the names that ``Head`` gives them.
@@ -59,7 +60,7 @@ class Head:
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
-        # Kept, as a search takes 0.3 ms; in ``__dict__``, so that it is no second child.
+        # The trunk is kept, as a search takes 0.3 ms; in ``__dict__`` it is no second child.
         self.__dict__["trunk"] = trunk
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():
@@ -204,9 +205,9 @@ class MTPDraft:
     """A model's own draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     The head is loaded from the target's checkpoint, if that has the head's tensors, or from a
-    folder with the head alone. ``cache`` is the head's cache, with an entry for each token but the
-    first, then the hidden state ``[1, D]`` of the newest token that the target has read. For the
-    methods see ``drafts.Draft``.
+    folder with the head alone. ``cache`` lists the head's cache, which has an entry for each token
+    but the first, and a cache with the hidden state ``[1, D]`` of the newest token that the target
+    has read. For the methods see ``drafts.Draft``.
 
     Args:
         path_or_hf_repo (str or Path): The folder or Hub repository of the checkpoint or head.

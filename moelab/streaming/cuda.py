@@ -84,7 +84,7 @@ class Copy(NamedTuple):
     flag: int  # the address of a uint32 in pinned memory that is 0 until the bytes have arrived
 
 
-# ``box`` has a word that is 1 once the numbers have arrived, and then the numbers.
+# ``box`` begins with a word that is 1 once the numbers have arrived; the numbers follow.
 _POST = """
     unsigned int* box = (unsigned int*)(*address);
     for (int i = threadIdx.x; i < n; i += blockDim.x) box[1 + i] = indices[i];

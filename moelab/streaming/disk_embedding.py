@@ -114,7 +114,7 @@ def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:
     inside = set()
     for path, module in sorted(model.named_modules(), key=lambda named: named[0]):
         shards = {path: module}
-        if [*module.children()] == ["shards"]:  # in the order of paths, shards come after it
+        if [*module.children()] == ["shards"]:  # in the order of paths, shards follow ``module``
             shards = {f"{path}.shards.{i}": shard for i, shard in enumerate(module.shards)}
         if path in inside or not all(isinstance(shard, EMBEDDINGS) for shard in shards.values()):
             continue

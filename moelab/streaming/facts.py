@@ -57,7 +57,7 @@ class ModelFacts:
     states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
     token_logits_nbytes: int = 0  # logits of one token, if all logits of a prompt are computed
-    logits_nbytes: int = 0  # else the logits of few tokens, beside ``token_nbytes``
+    logits_nbytes: int = 0  # otherwise the logits of few tokens, beside ``token_nbytes``
 
     @classmethod
     def of(
@@ -204,7 +204,7 @@ def _activation_dtype(model):
 
 
 def grown_nbytes(caches: list, context: int) -> int:
-    """The bytes of caches once they hold ``context`` tokens; changes the given ones, of two."""
+    """The bytes of caches with ``context`` tokens; the given caches hold two, and are changed."""
     kept = [_grown(c, context) for c in leaves(caches)]
     # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)

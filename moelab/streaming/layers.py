@@ -23,7 +23,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The least and most rows of a call of S slots that rounds as E experts with ``size`` rows.
+    """The least and most rows with which a call of S slots rounds as E experts with ``size`` rows.
 
     On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted rows
@@ -50,7 +50,7 @@ class StreamedExperts(nn.Module):
                 self[name] = child
         self.quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self.num_experts = num_experts(module)
-        # With ranks: the rank that owns each expert, ``[E]``, and whether this rank does.
+        # With ranks: the rank that owns each expert, ``[E]``, and whether this rank owns it.
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts)
@@ -74,8 +74,9 @@ class StreamedExperts(nn.Module):
 
     def _call(self, x, indices):
         session = self.session
-        # Some families in half precision give their experts float32, in which MLX then computes.
-        # Slots of a float32 model may keep bfloat16 scales: other activations round differently.
+        # In half precision some families give their experts float32: MLX computes in float32 then.
+        # A float32 model may keep bfloat16 scales in slots, with which MLX would round differently
+        # if activations had another type.
         if x.dtype != session.dtype == mx.float32:
             raise TypeError(
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "

@@ -99,7 +99,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the logits' matrices that the fast kernels compute eagerly, as they are called."""
+        """Return the logits' matrices, which the fast kernels compute at once when called."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # Matrices of layers, which may have as many rows, have a number in their path.

@@ -45,9 +45,9 @@ GPU_NBYTES = 160_000_000
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A chunk of a prompt has at least 32 tokens (or the context). Where slots can lend their memory
-# to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere it may take a sixteenth
-# of all memory or what 256 tokens need, whichever is more, since each chunk reads nearly all
-# experts. It takes no more than half of the memory left for slots.
+# to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere each chunk reads nearly
+# all experts, so it may take a sixteenth of all memory or what 256 tokens need, whichever is more,
+# but no more than half of the memory left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
@@ -101,8 +101,8 @@ class Plan:
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this takes a CPU, more
     # than K slots, no ``memory_nbytes`` from the caller, and a small page cache: it has room for
-    # less than twice the experts in slots or, with slots for all, for fewer than all. Such a page
-    # cache holds much the same experts as the slots, and a copy from it takes a core's time.
+    # less than twice the experts in slots or, with slots for all experts, for fewer than all. Such
+    # a page cache holds much the same experts as the slots, and a copy from it takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -273,7 +273,7 @@ def plan_of(
 
 def _beside(draft, facts, config):
     """Take a draft's weights off the config's memory; return config and bytes to reserve."""
-    if config.memory_nbytes is not None:  # available memory is measured without them
+    if config.memory_nbytes is not None:  # available memory is measured without these
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))
@@ -307,7 +307,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 def _filled(most, work, every, least):
     """Return the bytes that a plan fills: ``most.some``, or more to fit all experts or K a layer.
 
-    ``every`` and ``least`` are the bytes of these two beside the ``work`` of a prompt.
+    ``every`` is what all experts take, ``least`` what K a layer take, without a prompt's ``work``.
     """
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
@@ -319,7 +319,7 @@ def _filled(most, work, every, least):
 
 
 def _work(facts, context, taken, memory):
-    """Return a prompt's tokens computed at once, their bytes, and those bytes that slots lend.
+    """Return how many of a prompt's tokens are computed at once, their bytes, and what slots lend.
 
     ``taken`` bytes of ``memory`` are for everything else, K slots in each layer included.
     """

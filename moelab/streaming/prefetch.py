@@ -135,7 +135,7 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return the experts to read and to keep; the likeliest and their p: ``[n, asks_early]``.
+        """Return the experts to read and to keep; ``likely`` and their ``p``: ``[n, asks_early]``.
 
         The 2K likeliest experts of each token are kept: not evicted.
         """

@@ -15,9 +15,9 @@ from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
-# Seconds between two looks at the free memory; one takes 0.2 ms. macOS gives all programs together
-# some 2 to 10 new answers in a second, and else repeats an old one: a look must not get an answer
-# from before slots were given back.
+# Seconds between two looks at the free memory; a look takes 0.2 ms. macOS gives all programs
+# together some 2 to 10 new answers in a second, and otherwise repeats an old one. After 1.1 s an
+# answer is not from before slots were given back.
 LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
 # Bytes that stay free. Other programs may take them between two looks, and a prompt may take a
 # little more than planned. (Without this reserve a server of 900 MB was killed.)

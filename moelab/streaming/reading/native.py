@@ -44,8 +44,8 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     """Read all ranges of a table, ``[n, len(COLUMNS)]`` int64; return whether all bytes came.
 
     A failed read does not stop the others. Column ``GOT`` is filled in. With ``flags`` all cores
-    read a large table, since a copy from the page cache keeps a core busy. Else ``arrived``, the
-    address of a uint32, is set to 1 if all bytes came.
+    read a large table, since a copy from the page cache keeps a core busy. Otherwise ``arrived``,
+    the address of a uint32, is set to 1 if all bytes came.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)

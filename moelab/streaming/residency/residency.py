@@ -239,7 +239,7 @@ class Residency:
             self._read_ahead(other, range(other.num_experts), room)
 
     def _is_long(self, layer, pairs):
-        """Whether a call of so many (token, expert) pairs needs most experts and so reads ahead.
+        """Whether a call of ``pairs`` (token, expert) pairs needs most experts, so it reads ahead.
 
         With reads past the page cache no call reads ahead: enough reads are in flight to keep the
         disk busy. On a GPU no call does: prompts wait more for Python than for the disk, and a
