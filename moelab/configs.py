@@ -27,7 +27,7 @@ for _name, _config in CONFIGS.items():
 
 
 def one_of(names: Iterable[str], given: str, also: str = "") -> str:
-    """Return the name that ``given`` means in any case, with any dashes; errors list near names."""
+    """Return the name that ``given`` means; case and dashes do not count. Errors name near ones."""
     plain = {_plain(name): name for name in names}
     if _plain(given) in plain:
         return plain[_plain(given)]

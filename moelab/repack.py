@@ -39,8 +39,9 @@ from .streaming.reading.ranges import Ranges
 from .streaming.reading.reader import Reader
 from .streaming.residency.bank import ranges
 
-# ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each, but only
-# ``FEWEST`` after ``MEASURE_S``. The first pair, whose memory was never used, does not count.
+# ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each; after
+# ``MEASURE_S``, ``FEWEST`` pairs are enough. The first pair, whose memory was never used, does not
+# count.
 SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
 
 

@@ -82,7 +82,8 @@ class Checkpoint:
     def check_unchanged(self, *others: Path) -> None:
         """Raise if the weights, config.json or one of ``others`` changed.
 
-        Stamps show a file replaced since the start, samples one written over since the first call.
+        Stamps show whether a file was replaced since the start, samples whether it was written over
+        since the first call.
         """
         packed = (file for tensor in self.packed.values() for file in tensor.files)
         for file in {*self.files, *packed, self.path / "config.json", *others}:
@@ -143,7 +144,7 @@ def check_fork() -> None:
     """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
     global _computes
     if os.getpid() != _computes:
-        stream = mx.default_stream(mx.cpu)  # only its own thread can synchronize a GPU's stream
+        stream = mx.default_stream(mx.cpu)  # only its own thread can synchronize a GPU's
         waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
         waits.start()
         waits.join(FORK_S)

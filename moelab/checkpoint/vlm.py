@@ -2,7 +2,7 @@
 
 The model is mlx-vlm's own, without vision and audio. Its experts become mlx-lm's modules, which
 compute the same. Its caches become mlx-lm's where mlx-lm has the kind. So streaming, rollback and
-prompt cache files need no code for mlx-vlm. A family whose experts have a known shape needs none
+prompt cache files need not know mlx-vlm. A family whose experts have a known shape needs no code
 here.
 """
 

@@ -19,7 +19,7 @@ from ..system import HERE, Mac
 from . import code, quantized, rowwise
 from .code import to_mlx
 
-# MLX computes a plain matrix with fewer weights: its call is as fast, even with the reference BLAS
+# MLX computes a plain matrix with fewer weights: MLX is as fast there, even with the reference BLAS
 # of its Linux packages. On macOS MLX has a fast BLAS and computes every plain matrix.
 FLOAT_WEIGHTS = 2**14
 
@@ -70,7 +70,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def _fits(module, types=(mx.float32, mx.bfloat16)):
-    """Whether the kernels compute with a module's matrices; affine scales have ``types``."""
+    """Whether the kernels compute with a module's matrices; affine scales are of ``types``."""
     if isinstance(module, nn.Conv1d):
         channels, _, inputs = module["weight"].shape
         return (inputs, channels) == (1, module.groups) and (

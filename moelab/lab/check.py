@@ -189,7 +189,7 @@ def _decoded(path, config, bar):
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:
-        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # any installation has it
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # is always installed
         prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
         drop_pages(path)
         started = time.perf_counter()

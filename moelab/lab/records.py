@@ -299,7 +299,7 @@ class Running:
 
 
 def _others_s():
-    """Return the CPU seconds of other processes since the machine started, and the stolen ones."""
+    """Return CPU seconds since the machine started: other processes', other virtual machines'."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

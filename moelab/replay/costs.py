@@ -14,7 +14,7 @@ class Costs:
 
     fixed_s: float  # a token's work except the routed experts: attention, router, head, Python
     expert_s: float  # one expert's arithmetic for one token
-    warm_s_per_byte: float  # a byte read from the page cache, with the engine's reads in flight
+    warm_s_per_byte: float  # a byte read from the page cache, by the engine's concurrent reads
     cold_s_per_byte: float  # a byte read from the disk, while the engine computes
     warm_call_s: float = 0.0  # the fixed part of a layer's reads if all come from the page cache
     cold_call_s: float = 0.0  # the fixed part if at least one comes from the disk

@@ -121,7 +121,7 @@ def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
     mean, least = w.mean().item(), (m for part, m in LEAST_MEAN.items() if part in name)
     if (w < 0).mean().item() > 0.02:  # hardly any weight is negative
         return True
-    # Published means of final norms overlap: weight - 1 has up to 2.6, weight has 2.2 or more.
+    # Published means of final norms overlap: weight - 1 has means up to 2.6, weight from 2.2 on.
     if name.endswith(".norm.weight") and mean > 1:
         return _less_one("norm_embedding.weight", norms)
     return mean < next(least, 0)

@@ -88,7 +88,7 @@ class Session:
         """Run the block as a call of the model, or of a layer by itself, one thread at a time."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
-        # Without layers (mode resident) nothing would look for a Ctrl-C that is held back.
+        # Without layers (mode resident) nothing would look for a held Ctrl-C, so none is held.
         with self.lock, interrupts.held() if self.layers else nullcontext():
             try:
                 self._caller = threading.get_ident()
