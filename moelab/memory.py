@@ -29,7 +29,7 @@ STATES_NBYTES = 256 * 2**20
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # The memory that macOS and other programs need is assumed to be lognormal: ``NEED_NBYTES`` is the
 # median on a Mac of 16 GiB, ``NEED_GROWTH`` the power of the Mac's memory with which it grows. The
-# sources that data/recipes/published.py fits bound these numbers. With 16 GiB, engines that
+# sources whose ``side`` is fit (data/recipes/published.py) bound these. With 16 GiB, engines that
 # left the system 3.4 and 5.8 GB made it swap (Godwit, qwisp), one that left 7.3 GB did not
 # (Godwit). With 48 GiB, one that left 17 to 24 GB made it compress memory (colibri), another that
 # left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with this power:

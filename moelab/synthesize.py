@@ -58,7 +58,6 @@ class NewTensor:
 
     @property
     def nbytes(self) -> int:
-        """The tensor's size in bytes."""
         return int(np.prod(self.shape)) * DTYPES[self.dtype].size
 
 

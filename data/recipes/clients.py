@@ -203,7 +203,7 @@ def aider():
     file = a_file(folder)
     options = ["--no-git", "--yes", "--edit-format", "whole", "--no-show-model-warnings"]
     options += ["--no-check-update", "--analytics-disable", "--model", "openai/default_model"]
-    for kept in ("chat", "input"):  # else it leaves them where the nearest .git is
+    for kept in ("chat", "input"):  # else aider writes them beside the nearest .git
         options += [f"--{kept}-history-file", file.parent / f"{kept}.txt"]
     with speaking(engine=Scripted([["a.txt\n```\nbye\n```\n"]])) as url:
         options += ["--openai-api-base", url, "--openai-api-key", "x"]

@@ -208,7 +208,7 @@ def texts_here(peer, path, prompts, tokens):
 def sample_here(peer, path, ids, feed, warmup, tokens, limits, options):
     """Make one run of ``against`` in this (new) process and return its columns.
 
-    With two ``limits`` the memory limit falls from the first to the second, and then the last
+    With two ``limits`` the memory limit falls from the first to the second. Afterwards the last
     ``tokens`` tokens are timed, too.
     """
     read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []

@@ -37,7 +37,7 @@ from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
 
 # What the planner has to reach on the sources that it was not fitted to. A factor is the larger of
-# predicted / published and published / predicted; a source's factor is the median of its rows'.
+# predicted / published and published / predicted; a source's factor is the median over its rows.
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
@@ -139,7 +139,7 @@ def by_source(table):
 
 
 def _corrected(ratio):
-    """Return the rows' median factor, each row's ratio divided by the other rows' median ratio."""
+    """Return the median factor of the rows, each ratio divided by the other rows' median ratio."""
     others = [np.delete(ratio.to_numpy(), i) for i in range(len(ratio))]
     if len(others) < 2:
         return float("nan")
@@ -200,7 +200,7 @@ def predict(row):
     slots, policy = (held, "lru") if held >= K else (K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else plan.other_nbytes + held * one
     costs = machine.costs(facts, arrays)
-    # A source's experts in slots are believed; the page cache gets the memory that is left, if any.
+    # A source's number of slots is believed; the page cache gets the memory that is left, if any.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
         typical_trace(facts, TOKENS),
@@ -269,7 +269,7 @@ def settings(groups=None):
 
 
 def half(ram_gb):
-    """Return what plans filled of a Mac before they weighed the risk: half of its memory."""
+    """Return half of a Mac's memory, which plans filled before they weighed the risk to swap."""
     return Most(*3 * (ram_gb * 1e9 / 2,))
 
 

@@ -4,7 +4,7 @@
 
 DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. As in
 streaming, all parts of an expert are read, adjacent parts are one read, and a call reads eight
-experts. If fio is installed, it reads with the same sizes and depth and never waits: each of its
+experts. If fio is installed, it reads with the same sizes and depth without a pause: each of its
 threads reads one block at a time, past the page cache, rounded to pages.
 """
 
@@ -24,7 +24,7 @@ from moelab.streaming.facts import ModelFacts
 from moelab.streaming.reading.reader import Reader
 
 A_CALL = 8  # experts in a call
-PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of so many bytes
+PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of this many bytes
 
 
 def bench_reads(path, depths, nbytes, rounds):

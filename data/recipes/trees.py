@@ -6,8 +6,8 @@
 TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
 ``StreamConfig``, or ``limit=MB`` (0: none) in place of ``--limit``. A round runs all ways in
 random order, each in a new process. Under a limit (memory of the process and its page cache) the
-model's pages are dropped from the cache before each run. Medians and quartiles are printed, of each
-way's figures and of these over the first way's.
+model's pages are dropped from the cache before each run. Prints medians and quartiles of each way's
+figures, and of these divided by the first way's.
 
 A run reads a prompt, then a recorded text token by token. All ways do the same work, and must
 choose the same tokens. The first ``--warm`` tokens are not timed. The warm-up round records a trace
@@ -98,7 +98,7 @@ def spoil(right, found):
 
 def way(words, args):
     """Return a way's name, and a function that runs it in a new process and returns the row."""
-    from moelab.lab import limit, oscache  # not in the child: its tree may lack them
+    from moelab.lab import limit, oscache  # not in the new process, whose tree may lack them
 
     name, tree, model, *words = words.replace("=", ",", 1).split(",")
     words, trace = (word.split("=", 1) for word in words), str(ROOT / "build" / f"trees-{name}.npz")

@@ -272,7 +272,6 @@ class Running:
         }
 
     def table(self, rows: list[dict[str, Any]], **more: Any) -> "DataFrame":
-        """The ``record`` as a table."""
         return table(self.record(rows, **more))
 
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -346,7 +345,6 @@ def _commit():
 
 
 def save(path: str | Path, samples: "DataFrame") -> None:
-    """Write a table as a record."""
     write(path, as_json(samples))
 
 

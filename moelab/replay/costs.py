@@ -34,7 +34,6 @@ class Costs:
         return not isnan(self.direct_s_per_byte)
 
     def past_the_page_cache(self) -> "Costs":
-        """The costs if every read goes past the page cache."""
         if not self.reads_direct:
             raise ValueError(
                 "direct: expected costs of reads past the page cache, got none. Measure them on "

@@ -33,7 +33,6 @@ class Replay:
 
     @property
     def tok_s(self) -> float:
-        """Tokens per second."""
         return 1 / self.mean_s
 
 

@@ -199,7 +199,6 @@ def is_loaded(model: nn.Module) -> bool:
 
 
 def session_of(model: nn.Module) -> Session:
-    """The session of a loaded model."""
     if not is_loaded(model):
         raise ValueError(f"{type(model).__name__}: expected a model from moelab.load.")
     return model._session

@@ -18,7 +18,7 @@ def _committed():
         return HERE, None
     folder = tempfile.TemporaryDirectory()
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as files:
-        files.extractall(folder.name)  # of HEAD; Python 3.11.2 has no filters
+        files.extractall(folder.name)  # no ``filter``, which Python 3.11.2 lacks
     return Path(folder.name), folder
 
 

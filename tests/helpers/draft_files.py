@@ -23,7 +23,7 @@ CONFIG = {  # the keys of z-lab's config.json, in little
 
 
 def write_draft(folder, seed=0, **changes):
-    """A random draft in z-lab's layout, bfloat16; its weights as float64."""
+    """Write a random bfloat16 draft in z-lab's layout; return its weights as float64."""
     config = {**CONFIG, **changes}
     rng = np.random.default_rng(seed)
     keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")

@@ -42,7 +42,7 @@ def wrapped(template=None, parser="json_tools", **format):
 
 
 def parsed(kind, value, may_have=()):
-    """Check a value by a type of an official client, which has all its fields, and return it."""
+    """Return a value as an official client's type, which must have all of the value's fields."""
     made = kind.model_validate(value, strict=True)
     _check(made, set(may_have))
     return made

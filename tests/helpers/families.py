@@ -360,7 +360,7 @@ HUGGING_FACE = {
     "llama4": ("plain", gate_up(*IN_ONE, transposed=True)),
     "qwen3_vl_moe": ("plain", gate_up(*IN_ONE, transposed=True)),
 }
-# The families of these whose experts' gate or up is not contiguous: they cannot be streamed.
+# Families among these whose experts' gate or up is not contiguous: they cannot be streamed.
 REARRANGED = {"gpt_oss", "llama4", "qwen3_vl_moe"}
 
 
@@ -375,13 +375,13 @@ def write_hugging_face(name: str, path: Path) -> Path:
         names = [k for k in weights if k.startswith(f"{module}.")]
         tensors = {tuple(k.rsplit(".", 2)[1:]): weights.pop(k) for k in names}
         weights.update(convert(module.rpartition(".")[0], tensors))
-    if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # these two words change places
+    if name in ("qwen3_5_moe", "qwen3_vl_moe"):  # language_model and model change places
         old, new = "language_model.model.", "model.language_model."
         weights = {
             k.replace(old, new).replace("language_model.lm_head", "lm_head"): w
             for k, w in weights.items()
         }
-        # These models see, too. mlx-lm leaves their weights for images out.
+        # These models also take images. mlx-lm leaves out the weights for images.
         weights["model.visual.blocks.0.norm1.weight"] = mx.ones(8)
         config["vision_config"] = {"depth": 1, "hidden_size": 8}
     if name == "gpt_oss":

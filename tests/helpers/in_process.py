@@ -32,7 +32,7 @@ PROMPTS = [
     "if __name__ ==",
 ]
 USUAL = {"model": "default_model", "max_tokens": 16}
-# Of the fixtures ``served`` and ``client``: in batches, and with a draft.
+# Runs a test with each of two servers (fixture ``served``): in batches, and with a draft.
 two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
 
 

@@ -81,7 +81,7 @@ def main(*words: str) -> int:
                 process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(20)
-                with suppress(OSError):  # none is left of what it started: notebooks go on
+                with suppress(OSError):  # kill what it started and left (notebooks)
                     os.killpg(process.pid, signal.SIGKILL)
             raise
     total = sum(counts, Counter())

@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 V = families.VOCAB
 FEW = settings(
     deadline=None, max_examples=40, derandomize=True, phases=(Phase.explicit, Phase.generate)
-)  # to shrink takes minutes
+)  # without Phase.shrink, which takes minutes
 
 # The recurrent families of mlx-lm that have no experts: what they need beyond families.COMMON.
 DENSE = {

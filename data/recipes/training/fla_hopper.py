@@ -1,6 +1,6 @@
 """flash-linear-attention's gated delta rule for Hopper GPUs, with one kernel replaced by PyTorch.
 
-On Hopper, Triton 3.4 to 3.7 miscompiles that kernel, and fla refuses to run it (fla issue 640).
+On Hopper, Triton 3.4 to 3.7 miscompiles this kernel, so fla refuses to run it (fla issue 640).
 """
 
 import torch

@@ -110,11 +110,9 @@ class Forecast:
 
     @property
     def slots(self) -> int:
-        """Slots in each layer."""
         return self.advice.config.slots
 
     def prompt_s(self, tokens: int) -> tuple[float, float]:
-        """``Machine.prompt_s`` of a prompt of ``tokens`` tokens."""
         return self.machine.prompt_s(self.plan, tokens, self.slots)
 
     def table(self, prompt: int, more: Mapping[str, str] = {}) -> str:

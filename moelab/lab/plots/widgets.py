@@ -88,7 +88,6 @@ class Explorer:
 
     @property
     def values(self) -> dict:
-        """The controls' values by name."""
         return {name: control.value for name, control in self.controls.items()}
 
     def _changed(self, _):

@@ -126,7 +126,6 @@ class Flight:
         return False
 
     def done(self) -> bool:
-        """Whether the reads have ended."""
         if pending(self.table):
             self.queue.reap()
         return not pending(self.table)

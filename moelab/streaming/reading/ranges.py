@@ -52,7 +52,6 @@ class Ranges:
 
     @cached_property
     def nbytes(self) -> int:
-        """The bytes of all ranges."""
         return int(self.table[:, NBYTES].sum())
 
     def moved(self, address: int) -> "Ranges":

@@ -247,7 +247,6 @@ class Reader:
         self._count(len(ranges), ranges.nbytes, time.perf_counter() - begin)
 
     def _count(self, reads, nbytes, took_s):
-        """Count reads that have ended."""
         with self._lock:
             self.reads += reads
             self.nbytes += nbytes
