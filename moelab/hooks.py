@@ -1,4 +1,4 @@
-"""``hooked`` replaces an object's calls for a while, ``call_instead`` a function's for good."""
+"""``hooked`` replaces an object's calls for a while, ``call_instead`` a function for good."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -125,7 +125,7 @@ def memory_available() -> int:
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Seconds to bring pages back from swap: those that came so far, and with those still there.
+    """Seconds that bringing pages back from swap took so far, and would take if all came back.
 
     Linux: pages of this process, also pages of code that are read again from its files; None if no
     page is in swap. Mac: the pages that all programs have in the memory compressor, from which

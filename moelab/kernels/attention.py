@@ -1,6 +1,6 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
-MLX's attention is two products of its BLAS, which is the slow reference BLAS on Linux. Here values
+MLX's attention is two products of its BLAS: the reference BLAS in its Linux packages. Here values
 are added key after key, and a masked key adds exactly 0 to a query that sees any other key. So a
 token's result does not depend on how a text is divided into passes, if the cache holds the keys in
 order. A full rotating cache (gpt_oss, afmoe) holds them in another order, so there it does depend.

@@ -118,7 +118,7 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """Return a class's kernel for L lanes and a form. Code without addresses is stored on disk."""
+    """Return a class's kernel for L lanes and a form. It is stored: its code has no addresses."""
     args = (len(kind.signature.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)

@@ -44,7 +44,7 @@ def pieces(work: int, most: int) -> int:
 
 
 def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
-    """Compute a kernel's work in pieces, on all cores. A Ctrl-C is raised when it is done."""
+    """Compute a kernel's work in pieces, on all cores. A Ctrl-C is raised after the work."""
     if (program := code.recorded()) is not None:
         return program.add(kernel, numbers, pieces)
     if pieces == 1 or (team := _team()) is None:

@@ -135,9 +135,9 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return the experts to read and to keep; ``likely`` and their ``p``: ``[n, asks_early]``.
+        """Return the experts to read, and to keep: the 2K likeliest of each token are not evicted.
 
-        The 2K likeliest experts of each token are kept: not evicted.
+        ``likely`` experts and their probabilities ``p`` are ``[n, asks_early]``.
         """
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False

@@ -68,7 +68,7 @@ class _Text:
 
     @property
     def rest(self) -> int:
-        """How many tokens of the prompt are unread, but for the last, with which writing begins."""
+        """How many tokens of the prompt are unread, without the last: with it writing begins."""
         return self.prompt_size - 1 - self.read
 
     def write(self, token: int, logprobs: mx.array) -> bool:
