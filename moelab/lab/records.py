@@ -115,7 +115,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
 def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "DataFrame":
     """Join tables into one, with their names in ``column`` and all headers in ``headers``."""
     out = pandas().concat([t.assign(**{column: name}) for name, t in tables.items()])
-    headers = [t.attrs for t in tables.values()]
+    headers = [h for t in tables.values() for h in t.attrs.get("headers", [t.attrs])]
     out.attrs = headers[0] | {"headers": headers}
     return out.reset_index(drop=True)
 
