@@ -59,6 +59,10 @@ def test_a_chart_says_which_machine_was_recorded():
     assert "tiny, page cache warm, n=3 to 6" in meta["note"]
     assert any("mlx 1, mlx-lm 2, moelab 3" in line for line in meta["machines"])
     assert "here" not in charts.bars(recorded, "seconds", axis="s", **WORDS).layout.meta["note"]
+    joined = records.together({"x": recorded, "y": recorded.copy()})
+    joined.attrs["headers"][1] = recorded.attrs | {"machine": CARD | {"gpu": "H7"}}
+    twice = records.together({"here": samples(), "there": joined}, "where")
+    assert "recorded: H7" in charts.bars(twice, "seconds", axis="s", **WORDS).layout.meta["note"]
     counted = charts.bars(records.computed([{"variant": "a", "x": 1}]), "x", axis="x", **WORDS)
     assert not counted.layout.meta["machines"]  # arithmetic has no machine
 
