@@ -235,6 +235,7 @@ def _figure(samples, grouped, title, x, y, note, **layout):
     if counts and counts[-1] > 1:
         told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
     told += ["a trial"] if any("trial" in h for h in headers) else []
+    told += ["the engine has changed since"] if any("note" in h for h in headers) else []
     note = "; ".join(filter(None, (", ".join(filter(None, told)), note)))
     cards = [h["machine"] if "record" in h else None for h in headers]
     return style.figure(title, x, y, note, [c for c in cards if c != ""], **layout)

@@ -71,9 +71,10 @@ def table(record: dict[str, Any]) -> "DataFrame":
     return out
 
 
-def computed(rows: "list[dict[str, Any]] | DataFrame", source: str = "") -> "DataFrame":
-    """Make a table of computed or published rows; charts name its source and no machine."""
-    return table({"record": source, "machine": "", "settings": {"model": source}, "rows": rows})
+def computed(rows: Any, source: str = "", machine: Any = "") -> "DataFrame":
+    """Make a table of computed or published rows; charts name its source, and a given machine."""
+    settings = {"model": source}
+    return table({"record": source, "machine": machine, "settings": settings, "rows": rows})
 
 
 def as_json(samples: "DataFrame") -> dict[str, Any]:
@@ -181,6 +182,12 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     return f"{mid} [{low}, {high}]"
 
 
+def ci(samples: Sequence[float], form: str = ".2f") -> str:
+    """Write the median of some samples and its ``interval``: ``"1.5 [1.0, 2.0]"``."""
+    ends = interval(samples)
+    return f"{m(samples, form)} [{ends['low']:{form}}, {ends['high']:{form}}]"
+
+
 def interval(samples: Sequence[float]) -> dict[str, float]:
     """Compute the sign test's interval of the median, from one of the sorted samples to another.
 
@@ -225,7 +232,8 @@ def interleave(
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
-    with tqdm(total=total, desc=kind, unit="run", leave=False, disable=not progress or None) as bar:
+    hidden = not progress or (False if "ipykernel" in sys.modules else None)  # None: no terminal
+    with tqdm(total=total, desc=kind, unit="run", leave=False, disable=hidden) as bar:
         for i in range(-warmup, runs):
             same = each_round(i) if each_round else {}
             made = {}

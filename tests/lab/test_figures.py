@@ -55,7 +55,7 @@ def test_a_chart_says_which_machine_was_recorded():
     recorded = samples(record="cuda_x", machine=CARD)
     both = records.together({"here": samples(), "there": recorded})
     meta = charts.bars(both, "seconds", panel="source", axis="s", **WORDS).layout.meta
-    assert "recorded: H9, CUDA backend" in meta["note"] and "here: " in meta["note"]
+    assert "recorded 2026-01-01: H9, CUDA backend" in meta["note"] and "here: " in meta["note"]
     assert "tiny, page cache warm, n=3 to 6" in meta["note"]
     assert any("mlx 1, mlx-lm 2, moelab 3" in line for line in meta["machines"])
     assert "here" not in charts.bars(recorded, "seconds", axis="s", **WORDS).layout.meta["note"]

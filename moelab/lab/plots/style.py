@@ -136,17 +136,19 @@ def figure(
     above the figure as text; the legend's height is added to ``height``.
     """
     cards = list({str(card): card for card in cards}.values())
-    short = []  # versions and date stand in the figure's words
+    hosts = {}  # and when they were measured, as the engine changes; versions are in the words
     for card in cards:
         of = card or this_card()
-        source = "recorded" if card else "here"
-        short.append(f"{source}: {of['gpu'] or of['cpu']}, {of['backend']} backend")
+        host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
+        hosts.setdefault(host, []).append(f"recorded {card['date']}" if card else "here")
+    short = [f"{' and '.join(dict.fromkeys(when))}: {host}" for host, when in hosts.items()]
+    short = [text.replace(" and recorded", " and") for text in short]
     return go.Figure(layout={"template": "moelab", **layout}).update_layout(
         xaxis_title=x,
         yaxis_title=y,
         meta={
             "title": title,
-            "note": "; ".join(dict.fromkeys(filter(None, (note, *short)))),
+            "note": "; ".join(filter(None, (note, *short))),
             "machines": [card_line(card) for card in cards],
         },
         margin={"t": TOP, "b": FOOTER},
