@@ -4,32 +4,32 @@ import re
 from pathlib import Path
 
 from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
-from moelab.lab.records import m, paired, q, read, values
+from moelab.lab.records import m, paired, read, same_tokens, span, values
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- numbers: make numbers -->\n", "<!-- end -->\n"
 PROGRAMS = ("moelab", "llama.cpp", "mlx-vlm", "mlx-lm")
 
 
-def speed(name, variant):
+def speed(name, variant, write=m):
     """Write a variant's median tok/s; ``killed`` where the system ended the variant."""
     found = values(read(name), variant, "tok_s")
     if found.empty:
         return "killed"
-    return m(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 10 else ".0f")
+    return write(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 10 else ".0f")
 
 
-def times(name, slow, fast, form=".2g"):
+def times(name, slow, fast, form=".2f", write=span):
     """Write how many times as fast ``fast`` decodes as ``slow``, by round."""
-    return m(paired(read(name), slow, fast), form)
+    return write(paired(read(name), slow, fast), form)
 
 
-def against(memories):
+def against(memories, write=m):
     """Tabulate each program's speed; ``memories`` maps a memory to a record and its limit there."""
     return table(
         ["memory", *PROGRAMS],
         *(
-            [said, *(speed(name, f"{program}, {limit}") for program in PROGRAMS)]
+            [said, *(speed(name, f"{program}, {limit}", write) for program in PROGRAMS)]
             for said, (name, limit) in memories.items()
         ),
     )
@@ -63,7 +63,7 @@ In brackets: the share of the experts that is in memory. The speeds are likely w
 
 def numbers():
     """Write the block of what was measured."""
-    full, half, host = "cpu_against_35b_full", "cpu_slots_956", "cuda_host_routed_35b"
+    full, half = "cpu_against_35b_full", "cpu_slots_956"
     auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
     all_layers = {f"{gb} GB": (full, f"{gb}000 MB") for gb in (4, 8, 15)}
     four_layers = {
@@ -73,33 +73,35 @@ def numbers():
     }
     runs = read(full)["round"].nunique()
     least, free = (
-        times(full, f"llama.cpp, {limit}", f"moelab, {limit}") for limit in ("4000 MB", "no limit")
+        times(full, f"llama.cpp, {limit}", f"moelab, {limit}", ".2g")
+        for limit in ("4000 MB", "no limit")
     )
     later = [speed("cpu_slots_35b_full", f"{auto}, {gb}000 MB") for gb in (4, 8, 15)]
     cached = "956 MB, page cache"
-    past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache", ".2f")
-    more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}", ".2f")
-    kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident")
+    past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache")
+    more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}")
+    kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident", ".0f")
     cpu = read("cpu_ladder_35b").attrs["machine"]["cpu"]
-    slots, copied = (
-        times(host, "resident", f"fused/{way}slots=64", ".2f") for way in ("", "source=host/")
-    )
-    block, here, looked_up = (
-        q(paired(read(name), plain, f"{plain}, 7 drafts"))
-        for name in ("cuda_drafts_dflash", "cpu_drafts_dflash", "cpu_drafts_lookup")
-    )
+    slots = times("cuda_ladder_35b", "resident", "fused")
+    copied = times("cuda_timeline_35b", "resident", "fused/source=host")
+    drafts = "cuda_drafts_dflash", "cpu_drafts_dflash", "cpu_drafts_lookup"
+    block, here, looked_up = (times(name, plain, f"{plain}, 7 drafts") for name in drafts)
+    gpu, cpu_alone, _ = (speed(name, plain) for name in drafts)
+    same, texts = same_tokens(read(drafts[0]), plain)[f"{plain}, 7 drafts"]
     ours, theirs = "moelab/source=host/slots=64, no limit", "llama.cpp/experts=cpu, no limit"
-    on_host = times("cuda_against_35b", ours, theirs)
+    on_host = times("cuda_against_35b", ours, theirs, ".1f")
     return f"""\
-40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, 19.5 GB, in tok/s ([records](data/results)):
+40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, 19.5 GB, in tok/s, median [interval]
+([records](data/results)):
 
-{against(all_layers | {"24 GiB, no limit": (full, "no limit")})}
+{against(all_layers | {"24 GiB, no limit": (full, "no limit")}, span)}
 
-In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit {free} times. These are
-medians of {runs} runs over 8 early tokens on two cores of a Xeon, the file not in memory before
-(*cold*), the weights random, each token's experts those that the
-trained `tiny-moe` chose. *Killed*: out of memory. moelab's slots are still filling: after 96 tokens
-it decodes {later[0]}, {later[1]} and {later[2]} tok/s in 4, 8 and 15 GB.
+**Compare programs in a row, not rows**: the host slowed down during this record, and the programs
+took turns. In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit
+{free} times. These are {runs} runs over 8 early tokens on two cores of a Xeon, the file
+not in memory before (*cold*), the weights random, each token's experts those that the trained
+`tiny-moe` chose. *Killed*: out of memory. llama.cpp has loaded what fits, moelab still fills its
+slots: after 96 tokens it decodes {later[0]}, {later[1]} and {later[2]} tok/s in 4, 8 and 15 GB.
 
 Four such layers, 1.9 GB, after 32 tokens:
 
@@ -113,19 +115,19 @@ measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts
 What decides it, for these four layers and, last, `tiny-moe`:
 
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
-  {past} times as fast as filled through it. Through it, 54 slots decode {more} times as fast as 8
-  ([03](notebooks/03_page_cache.ipynb)).
+  {past} times as fast as filled through it. Through it, 54 slots decode
+  {more} times as fast as 8 ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
-  {kernels} times as fast as mlx-lm on an {cpu}
+  {kernels} times as fast as mlx-lm on an {cpu} ([02](notebooks/02_expert_streaming.ipynb)).
+- **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes
+  {slots} times as fast as resident if the others come from the file in the page
+  cache, {copied} times if moelab keeps them in the host's memory
   ([02](notebooks/02_expert_streaming.ipynb)).
-- **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes {slots} times as fast
-  as resident if the others come from the file in the page cache, {copied} times if moelab keeps
-  them in the host's memory ([02](notebooks/02_expert_streaming.ipynb)).
 - **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
-  guesses {block} times as fast as without on an H100, where most texts then
-  differ, because of rounding. On two CPU cores it is {here}, and
-  {looked_up} with 7 guesses looked up in the text: median [quartiles]
-  ([07](notebooks/07_speculative_streaming.ipynb)).
+  guesses {block} times as fast as its {gpu} tok/s without on an H100, where
+  {texts - same} of {texts} texts then differ, because of rounding. On two CPU cores it is
+  {here} times {cpu_alone} tok/s, and {looked_up} with 7 guesses looked up in
+  the text ([07](notebooks/07_speculative_streaming.ipynb)).
 """
 
 

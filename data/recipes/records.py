@@ -83,8 +83,7 @@ def changes(old, new):
     for key, samples in groups(new).items():
         if key in was:
             both += 1
-            a, b = map(records.interval, (was[key], samples))
-            if b["low"] > a["high"] or b["high"] < a["low"]:
+            if records.apart(was[key], samples):
                 cells = " -> ".join(records.q(s, ".3g") for s in (was[key], samples))
                 found.append(f"{', '.join(map(str, key))}: {cells}")
     return [*found, f"changed by more than its interval: {len(found)} of {both}"]

@@ -4,19 +4,10 @@ import re
 from pathlib import Path
 
 from moelab.lab import claims
+from moelab.lab.claims import linked
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/scorecard.md"
-# A source's address by words in its name; the first words that are found count.
-SOURCES = {
-    "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
-    "dflash issue 91": "z-lab/dflash/issues/91",
-    "DFlash issue 151": "z-lab/dflash/issues/151",
-    "PR 26": "SharpAI/SwiftLM/pull/26",
-    "PR 90": "SharpAI/SwiftLM/pull/90",
-    "SwiftLM": "SharpAI/SwiftLM",
-    "anemll-flash-mlx": "Anemll/anemll-flash-mlx",
-}
 ABOUT = """\
 # Which claims about streaming experts are true?
 
@@ -33,8 +24,9 @@ test's, from one sorted sample to another.
 
 - A regime is *confirmed* if the whole interval keeps to the gate, *refuted* if none of it does, or
   if the claimed effect is smaller than a bound that counts as none, else *open*.
-- A claim is *confirmed* or *refuted* if the regimes that are not open agree. It *depends* if they
-  do not, and is *open* if every regime is.
+- A claim is said without a condition. So one regime is enough to refute it, and most regimes have
+  to confirm it. It *depends* if some confirm and others refute it, and is *open* otherwise.
+- What only Apple's Metal decides is *not testable here*, whatever our regimes say.
 
 Gates were set after some of these records were made. They stay as they are for records that are
 made again. *n* is the number of samples; a number without an interval was counted.
@@ -52,12 +44,6 @@ def table(heads, rows):
     return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
 
 
-def linked(source):
-    """Write a source as a link, if its address is known."""
-    found = next((at for words, at in SOURCES.items() if words in source), "")
-    return f"[{source}](https://github.com/{found})" if found else source
-
-
 def notebooks(numbers):
     """Write links to notebooks given by their numbers: ``02, 05``."""
     files = {path.name[:2]: path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
@@ -68,7 +54,6 @@ def page():
     """Write the page's text."""
     card, regimes = claims.scorecard(), claims.regimes()
     counts = card.verdict.value_counts().reindex(claims.VERDICTS).dropna().astype(int)
-    why = {c["id"]: c.get("why", {}) for c in claims.read()}
     verdicts = [
         (f"[{i}](#{i.lower()})", c.claim, f"*{c.verdict}*", linked(c.source), notebooks(c.notebook))
         for i, c in card.iterrows()
@@ -80,12 +65,9 @@ def page():
         "## The numbers",
     ]
     for i, claim in card.iterrows():
-        told = f"{claim.claim.rstrip('.')}: *{claim.verdict}*. {why[i].get(claim.verdict, '')}"
-        parts.append(f"### {i}\n\n{told.strip()}")
+        parts.append(f"### {i}\n\n{claim.claim.rstrip('.')}: *{claim.verdict}*. {claim.because}")
         if i in regimes.index:
             parts.append(table(regimes.columns, regimes.loc[[i]].itertuples(index=False)))
-        else:  # not testable here
-            parts.append(claim.because)
     return "\n\n".join([*parts, LIMITS])
 
 

@@ -7,6 +7,7 @@ the figure in words follow from the table.
 """
 
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,6 +19,8 @@ import plotly.graph_objects as go
 from IPython.display import display
 from pandas import DataFrame
 from plotly.subplots import make_subplots
+
+from . import records
 
 # Pixels of a bar with its gap, and of a panel's title and axis.
 BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
@@ -63,7 +66,7 @@ def bars(
             error_x=style.whiskers(low, mid, high) if (high > low).any() else None,
             **place,
         )
-        _numbers(fig, high, labels, numbers, place)  # numbers stand right of the whisker, not on it
+        _numbers(fig, np.log10(high) if log else high, labels, numbers, place)
         top = max([high.max(), *ceilings.values()])
         if not log:
             fig.update_xaxes(range=[0, top * 1.3], **place)
@@ -194,8 +197,8 @@ def as_html(frame: DataFrame, form: str = "{:.3g}") -> str:
 
     frame = frame.rename_axis([name or "" for name in frame.index.names]).reset_index()
     forms = dict.fromkeys(frame, written)
-    made = frame.to_html(index=False, border=0, justify="left", formatters=forms)
-    return made.replace("<td>", "<td style='text-align:left'>")
+    made = frame.to_html(index=False, border=0, formatters=forms)
+    return re.sub("<(t[dh])>", r"<\1 style='text-align:left'>", made)
 
 
 # Numbers and words of a table
@@ -235,8 +238,9 @@ def _figure(samples, grouped, title, x, y, note, **layout):
     if counts and counts[-1] > 1:
         told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
     told += ["a trial"] if any("trial" in h for h in headers) else []
-    told += ["the engine has changed since"] if any("note" in h for h in headers) else []
-    note = "; ".join(filter(None, (", ".join(filter(None, told)), note)))
+    spoilt = [records.busy(h.get("load", {})) for h in headers if "record" not in h]
+    older = dict.fromkeys(h.get("note", "") for h in headers)
+    note = "; ".join(filter(None, (*spoilt, ", ".join(filter(None, told)), note, *older)))
     cards = [h["machine"] if "record" in h else None for h in headers]
     return style.figure(title, x, y, note, [c for c in cards if c != ""], **layout)
 
@@ -279,18 +283,10 @@ def _number(value, digits=3):
 
 
 def _numbers(fig, ends, labels, texts, place):
-    """Write a number to the right of each bar or its whisker."""
-    fig.add_scatter(
-        x=ends,
-        y=labels,
-        mode="text",
-        text=[f" {t}" for t in texts],
-        textposition="middle right",
-        cliponaxis=False,
-        hoverinfo="skip",
-        showlegend=False,
-        **place,
-    )
+    """Write a number right of each bar and whisker, on white: a limit's line may be there."""
+    shown = {"xanchor": "left", "xshift": 4, "showarrow": False, "bgcolor": "white"} | place
+    for x, y, text in zip(ends, labels, texts):
+        fig.add_annotation(x=x, y=y, text=text, borderpad=0, **shown)
 
 
 def _panels(fig, titles, names, axis, headroom=False):

@@ -1,16 +1,18 @@
 """Judge claims of others, which ``data/claims.json`` lists; the verdicts follow from records.
 
-A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and either
-``cannot``, why it cannot be tested here, or ``figures``. The figures have, for each regime by name,
-an expression over ``records.NAMES`` and a gate, ``least`` or ``most``, to be fixed before the run.
-The expression gives samples, whose median gets the interval of ``records.interval``, or one count.
+A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and
+``figures``. ``why`` has a sentence for a verdict; ``cannot`` says why only other hardware decides,
+whatever the figures are. Figures have, for each regime by name, an expression over
+``records.NAMES`` and a gate, ``least`` or ``most``, to be fixed before the run. The expression
+gives samples, whose median gets the interval of ``records.interval``, or one count.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
 Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
 there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
-none, so an interval below this bound refutes, too. Open regimes do not count: if the others agree,
-they decide the claim; if they differ, the verdict is ``depends``. A claim whose regimes are all
-open is open.
+none, so an interval below this bound refutes, too.
+
+A claim is said without a condition. So one regime is enough to refute it, and most have to confirm
+it. If regimes do both, it depends; if they do neither, it is open.
 """
 
 import functools
@@ -25,8 +27,18 @@ from pandas import DataFrame
 from ..shipped import shipped
 from . import charts, records
 
-VERDICTS = "confirmed", "refuted", "depends", "open", "cannot be tested here"
+VERDICTS = "confirmed", "refuted", "depends", "open", "not testable here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
+# A source's address by words in its name; the first words that are found count.
+SOURCES = {
+    "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
+    "dflash issue 91": "z-lab/dflash/issues/91",
+    "DFlash issue 151": "z-lab/dflash/issues/151",
+    "PR 26": "SharpAI/SwiftLM/pull/26",
+    "PR 90": "SharpAI/SwiftLM/pull/90",
+    "SwiftLM": "SharpAI/SwiftLM",
+    "anemll-flash-mlx": "Anemll/anemll-flash-mlx",
+}
 
 
 @dataclass(frozen=True)
@@ -66,28 +78,22 @@ class Judged:
     @property
     def verdict(self) -> str:
         """One of ``VERDICTS``."""
-        if not self.figures:
+        if "cannot" in self.claim:
             return CANNOT
-        decided = {figure.says for figure in self.figures} - {OPEN}
-        return DEPENDS if len(decided) > 1 else decided.pop() if decided else OPEN
+        said = [figure.says for figure in self.figures]
+        if REFUTED in said:
+            return DEPENDS if CONFIRMED in said else REFUTED
+        return CONFIRMED if 2 * said.count(CONFIRMED) > len(said) else OPEN
 
     @property
     def because(self) -> str:
-        """Give reasons in a line or two: the file's sentence, then decided and open regimes."""
-        if not self.figures:
-            return self.claim["cannot"]
+        """Give the reason in a sentence: the file's, or how many regimes say so, and the first."""
         verdict = self.verdict
-        reasons = [self.claim.get("why", {}).get(verdict, "")]
-        for says in (CONFIRMED, REFUTED, OPEN):
-            mine = [figure for figure in self.figures if figure.says == says]
-            if says == OPEN != verdict:
-                told = [f.regime + (f" {f.median:.3g}" if f.claimed else "") for f in mine]
-            else:
-                told = list(map(str, mine[: 1 if verdict == DEPENDS or reasons[0] else 2]))
-            if len(mine) > len(told):
-                told.append(f"and {len(mine) - len(told)} more")
-            reasons += [f"{says.capitalize()}: {'; '.join(told)}."] if mine else []
-        return " ".join(filter(None, reasons))
+        if found := self.claim.get("cannot") or self.claim.get("why", {}).get(verdict):
+            return found
+        mine, n = [figure for figure in self.figures if figure.says == verdict], len(self.figures)
+        of = f" in {len(mine)} of {n} regimes" if n > 1 else ""
+        return f"{verdict.capitalize()}{of}: {mine[0]}."
 
 
 def read(path: str | Path | None = None) -> list[dict[str, Any]]:
@@ -184,5 +190,15 @@ def _read(name):
 
 
 def show(*ids: str) -> None:
-    """Show some claims with their verdicts and why."""
-    charts.table(scorecard(*ids)[["claim", "verdict", "because"]])
+    """List some claims with their verdicts, why, and links to their sources."""
+    told = (
+        f"- **{i}, {c.verdict}**: {c.claim.rstrip('.')}. {c.because} *Source:* {linked(c.source)}"
+        for i, c in scorecard(*ids).iterrows()
+    )
+    charts.say("\n".join(told))
+
+
+def linked(source: str) -> str:
+    """Write a source as a link, if its address is known."""
+    found = next((at for words, at in SOURCES.items() if words in source), "")
+    return f"[{source}](https://github.com/{found})" if found else source

@@ -171,6 +171,38 @@ def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "D
     return samples.assign(ratio=ratio)
 
 
+def span(samples: Sequence[float], form: str = ".2f") -> str:
+    """Write the median of some samples and its interval: ``"1.50 [1.00, 2.00]"``."""
+    ends = interval(samples)
+    return f"{m(samples, form)} [{ends['low']:{form}}, {ends['high']:{form}}]"
+
+
+def apart(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether the intervals of two medians have nothing in common."""
+    a, b = interval(a), interval(b)
+    return b["low"] > a["high"] or b["high"] < a["low"]
+
+
+def parted(here: "DataFrame", recorded: "DataFrame", *pairs: tuple[str, str]) -> str:
+    """Say which ratios of two variants are other ones here than in a record; "" if none is."""
+    told = []
+    for pair in pairs:
+        if {*pair} <= {*here.variant}:
+            now, then = (paired(samples, *pair) for samples in (here, recorded))
+            if apart(now, then):
+                told.append(f"{' over '.join(pair)} {span(now)}, recorded {span(then)}")
+    of = recorded.attrs["machine"]
+    host = f"{of['gpu'] or of['cpu']}, {of['date']}, {recorded.attrs['record']}"
+    return f"**Not as recorded** ({host}): a token's time, {'; '.join(told)}." if told else ""
+
+
+def busy(load: Mapping[str, Any]) -> str:
+    """Say what disturbed a run: other programs, a host that slowed down; "" if nothing did."""
+    told = f"other programs used {load.get('cores_of_others', 0):.1f} cores"
+    told += f", the speed drifted by {load['drift']:.0%}" if load.get("drift") else ""
+    return f"DISTURBED: {told}" if load.get("disturbed") else ""
+
+
 def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     """Write the median of some samples, each multiplied by ``scale``."""
     return format(np.median(samples) * scale, form)
@@ -180,12 +212,6 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     """Write the median of some samples and their quartiles: ``"1.5 [1.0, 2.0]"``."""
     low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
     return f"{mid} [{low}, {high}]"
-
-
-def ci(samples: Sequence[float], form: str = ".2f") -> str:
-    """Write the median of some samples and its ``interval``: ``"1.5 [1.0, 2.0]"``."""
-    ends = interval(samples)
-    return f"{m(samples, form)} [{ends['low']:{form}}, {ends['high']:{form}}]"
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:
@@ -369,11 +395,8 @@ def write(path: str | Path, record: dict[str, Any]) -> None:
 
 def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = None) -> None:
     """Print a record's report and whether other work disturbed the run, and save the record."""
-    load = samples.attrs.get("load", {})
-    if load.get("disturbed"):
-        told = f"other processes used {load['cores_of_others']:.1f} cores"
-        told += f", the speed drifted by {load.get('drift', 0):.0%}"
-        text += "\n" * bool(text) + f"DISTURBED: {told}; this run is not a record"
+    if told := busy(samples.attrs.get("load", {})):
+        text += "\n" * bool(text) + f"{told}; this run is not a record"
     if text:
         print(text)
     if path is not None:

@@ -55,14 +55,23 @@ def test_a_chart_says_which_machine_was_recorded():
     recorded = samples(record="cuda_x", machine=CARD)
     both = records.together({"here": samples(), "there": recorded})
     meta = charts.bars(both, "seconds", panel="source", axis="s", **WORDS).layout.meta
-    assert "recorded 2026-01-01: H9, CUDA backend" in meta["note"] and "here: " in meta["note"]
+    assert "recorded 2026-01-01 by engine 1 of" in meta["note"] and "here: " in meta["note"]
     assert "tiny, page cache warm, n=3 to 6" in meta["note"]
     assert any("mlx 1, mlx-lm 2, moelab 3" in line for line in meta["machines"])
     assert "here" not in charts.bars(recorded, "seconds", axis="s", **WORDS).layout.meta["note"]
     joined = records.together({"x": recorded, "y": recorded.copy()})
     joined.attrs["headers"][1] = recorded.attrs | {"machine": CARD | {"gpu": "H7"}}
     twice = records.together({"here": samples(), "there": joined}, "where")
-    assert "recorded: H7" in charts.bars(twice, "seconds", axis="s", **WORDS).layout.meta["note"]
+    assert (
+        ": H7, CUDA backend" in charts.bars(twice, "seconds", axis="s", **WORDS).layout.meta["note"]
+    )
+    spoilt = {"disturbed": True, "cores_of_others": 1.0}
+    meta = charts.bars(samples(load=spoilt), "seconds", axis="s", **WORDS).layout.meta
+    assert meta["note"].startswith("DISTURBED: other programs used 1.0 cores; tiny")
+    recorded.attrs |= {"load": spoilt, "note": "an old engine"}
+    note = charts.bars(recorded, "seconds", axis="s", **WORDS).layout.meta["note"]
+    assert "an old engine; recorded" in note
+    assert "DISTURBED" not in note
     counted = charts.bars(records.computed([{"variant": "a", "x": 1}]), "x", axis="x", **WORDS)
     assert not counted.layout.meta["machines"]  # arithmetic has no machine
 
@@ -107,6 +116,9 @@ def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
         made.controls["slots"].value = slots
         assert list(made.figure.layout.yaxis.range) == [0, top]
         assert json.loads(made._plot.figure)["layout"]["yaxis"]["range"] == [0, top]
+    following = explorer(extremes=[{"slots": 8}], follow=True)
+    following.controls["slots"].value = 8
+    assert list(following.figure.layout.yaxis.range) == [0, 8]
     made._draw(style.describe(style.figure("a longer title", "x", "y"), "alt", "finding"))
     made.controls["top_k"].value = 2
     assert made._heading.value.count("a longer title") == 1  # hidden: its room stays

@@ -48,7 +48,7 @@ def test_a_run_that_was_disturbed_or_cut_off_is_refused(tmp_path, monkeypatch, c
     monkeypatch.setattr(records, "card", lambda: {"cores": 2})
     made = records.Running("bench").table(ROWS)
     records.print_and_save("report", made, path)
-    assert "DISTURBED: other processes used 3.0 cores" in capsys.readouterr().out
+    assert "DISTURBED: other programs used 3.0 cores" in capsys.readouterr().out
     with pytest.raises(ValueError, match="was disturbed"):
         records.read(path)
     made.attrs |= {"load": {}, "partial": True}
@@ -82,8 +82,18 @@ def test_variants_are_grouped_and_paired_by_round(table):
     assert records.same_tokens(table, "a") == {"a": (3, 3), "b": (3, 3)}
     assert records.m([1, 2, 4], ".1f", 10) == "20.0"
     assert records.q([1, 2, 4], ".1f") == "2.0 [1.5, 3.0]"
+    assert records.span([1, 2, 4], ".1f") == "2.0 [1.0, 4.0]"
     with pytest.raises(KeyError, match=r"\['a', 'b'\], got 'c'"):
         records.values(table, "c", "decode_s")
+
+
+def test_a_ratio_that_parts_from_its_record_is_said(table):
+    recorded = table.assign(decode_s=table.decode_s.where(table.variant == "b", table.decode_s * 9))
+    recorded = records.table({"rows": recorded[["variant", "round", "decode_s", "decode_tokens"]]})
+    recorded.attrs = {"machine": {"gpu": None, "cpu": "Z80", "date": "1976"}, "record": "cpu_x"}
+    assert not records.parted(table, recorded, ("a", "a"), ("c", "a"))
+    told = records.parted(table, recorded, ("a", "b"))
+    assert "(Z80, 1976, cpu_x): a token's time, a over b 2.00 [2.00, 2.00], recorded 18.00" in told
 
 
 @pytest.mark.parametrize("n, low", [(1, 0), (5, 0), (6, 0), (9, 1), (20, 5), (64, 23), (100, 39)])
@@ -203,17 +213,18 @@ BOUND = {"least": 1.05, "within": 1.1}  # an effect smaller than 1.1 is none
 @pytest.mark.parametrize(
     "figures, verdict, because",
     [
-        ({}, "cannot be tested here", "no such disk"),
+        ({}, "not testable here", "no such disk"),
         ({"here": at([2.0, 2.5, 3.0], least=1.5)}, "confirmed", r"2\.5 \[2, 3\], n=3 \(at least"),
         ({"here": at([2.0, 2.5, 3.0], least=5)}, "refuted", "here"),
         ({"here": at([2.0, 2.5, 3.0], most=2.2)}, "open", r"Open: here: 2\.5 .*at most 2.2"),
         ({"here": at(3, most=4)}, "confirmed", "here: 3 "),  # a count
-        ({"warm": YES, "cold": NO}, "depends", r"Confirmed: warm: 2 .*Refuted: cold: 0\.5 "),
-        # What no interval decides stands beside the verdict by its name, and does not undo it.
-        ({"a": YES, "b": OPEN}, "confirmed", r"a: 2 .* Open: b\."),
-        ({"a": YES, "b": NO, "c": OPEN}, "depends", r"Open: c\."),
-        ({"a": OPEN, "b": OPEN}, "open", "a: .*b: "),
-        ({"a": OPEN | {"claimed": 7}, "b": YES}, "confirmed", "Open: a 1.25\\."),
+        ({"warm": YES, "cold": NO}, "depends", r"^Warm it does\.$"),
+        # A claim holds if most regimes confirm it; one that refutes it is enough against it.
+        ({"a": YES, "b": YES, "c": OPEN}, "confirmed", r"^Confirmed in 2 of 3 regimes: a: 2 "),
+        ({"a": YES, "b": OPEN}, "open", r"^Open in 1 of 2 regimes: b: 1\.25 "),
+        ({"a": NO, "b": OPEN, "c": OPEN}, "refuted", "^Refuted in 1 of 3 regimes: a: "),
+        ({"a": YES, "b": NO, "c": OPEN}, "depends", "^Warm it does"),
+        ({"a": OPEN, "b": OPEN}, "open", "^Open in 2 of 2 regimes: a: "),
         # An equivalence bound refutes what is too small, and the gate comes first.
         ({"here": at([0.95, 1.07], least=1.05)}, "open", ""),
         ({"here": at([0.95, 1.07], **BOUND)}, "refuted", ""),
@@ -229,7 +240,6 @@ def test_a_verdict_follows_from_the_intervals(figures, verdict, because):
     (judged,) = claims.judge(claim(**figures) | {"why": {"depends": "Warm it does."}})
     assert judged.verdict == verdict
     assert re.search(because, judged.because), judged.because
-    assert judged.because.startswith("Warm it does. ") is (verdict == "depends")
 
 
 def test_a_record_changed_by_hand_changes_its_verdict(tmp_path):

@@ -5,6 +5,7 @@ python -m moelab.lab costs OUT.json MODEL
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -41,16 +42,12 @@ PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own rou
 HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
 
 
-def measure_costs(path: str | Path, tokens: int = 12) -> Costs:
-    """Measure a replay's costs, without pandas; say on stderr if other programs were busy."""
+def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = None) -> Costs:
+    """Measure a replay's costs, without pandas; ``tell`` (None: on stderr) if disturbed."""
     record = samples_of(path, tokens=tokens)
-    load = record["load"]
-    if load["disturbed"]:
-        print(
-            f"moelab: other programs used {load['cores_of_others']:.1f} cores while this machine "
-            "was measured, so it looks slower than it is. Close them and try again.",
-            file=sys.stderr,
-        )
+    if told := records.busy(record["load"]):
+        said = f"{told}, so this machine looks slower than it is. Close them and try again."
+        tell(said) if tell else print(f"moelab: {said}", file=sys.stderr)
     return costs_of(record)
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -192,7 +192,7 @@ def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
         yield f"top-k {top_k - 2} for {top_k} (answers change)", token_s(top_k=top_k - 2)
 
 
-def this_machine(tokens: int = 12) -> Machine:
+def this_machine(tokens: int = 12, tell: Callable | None = None) -> Machine:
     """Measure this machine's rates in about ten seconds, with a small random model."""
     if mx.cuda.is_available():
         raise ValueError(
@@ -205,7 +205,7 @@ def this_machine(tokens: int = 12) -> Machine:
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
     with temporary_folder(parent=_here()) as work:
         path = synthesize.synthesize(work / "model", like, layers, config=config, progress=False)
-        costs = measure_costs(path, tokens=tokens)
+        costs = measure_costs(path, tokens, tell)
         return Machine.measured(costs, planned(path).facts, *_memory(), mx.metal.is_available())
 
 

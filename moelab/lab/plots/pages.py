@@ -34,7 +34,7 @@ from . import style
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 STARTUP_S = 600  # a kernel starts in seconds, unless the machine is busy
-LIVE = "<p><i>To move the sliders: <code>make lab</code>, notebook {}.</i></p>"
+LIVE = "<p><i>The sliders move once the cell has run: <code>make lab</code>, notebook {}.</i></p>"
 # A progress bar of tqdm, up to its clock: "runs: 50%|███     | 1/2 [00:01<00:01, 1.0 s/run]".
 BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
 INTRODUCTION = """# moelab

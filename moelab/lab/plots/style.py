@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from IPython.display import HTML, display
 
+from ... import ENGINE
 from ..machine import card as this_card
 from ..machine import card_line
 
@@ -140,7 +141,8 @@ def figure(
     for card in cards:
         of = card or this_card()
         host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
-        hosts.setdefault(host, []).append(f"recorded {card['date']}" if card else "here")
+        by = f" by engine {n} of {ENGINE}" if (n := of.get("engine", 1)) < ENGINE else ""
+        hosts.setdefault(host, []).append(f"recorded {of['date']}{by}" if card else "here")
     short = [f"{' and '.join(dict.fromkeys(when))}: {host}" for host, when in hosts.items()]
     short = [text.replace(" and recorded", " and") for text in short]
     return go.Figure(layout={"template": "moelab", **layout}).update_layout(

@@ -62,8 +62,8 @@ export default {{render({{model, el}}) {{
 class Explorer:
     """Controls, a ``figure`` and the last call's ``error`` or None, in one ``view``."""
 
-    def __init__(self, fn: Callable, controls: dict, extremes: Iterable[dict], run_button: bool):
-        self.fn, self.controls, self.error = fn, controls, None
+    def __init__(self, fn: Callable, controls: dict, extremes: Iterable[dict], run_button, follow):
+        self.fn, self.controls, self.error, self._follow = fn, controls, None, follow
         self._axes, self._longest = {}, {"title": "", "note": ""}
         self._heading, self._words, self._plot = ipywidgets.HTML(), ipywidgets.HTML(), Plot()
         # This line keeps its height, so that what stands below it does not move.
@@ -109,10 +109,10 @@ class Explorer:
             self._button.disabled = False
 
     def _draw(self, fig: go.Figure):
-        """Show a figure; its axes and the room for its title never shrink."""
+        """Show a figure; the room for its title never shrinks, nor do axes that do not follow."""
         self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
-            if axis.range:
+            if axis.range and not self._follow:
                 axis.range = self._axes[axis.plotly_name] = _held(
                     axis.range, self._axes.get(axis.plotly_name, axis.range)
                 )
@@ -133,16 +133,17 @@ def _held(wanted, held):
 
 
 def explore(
-    fn: Callable, *, extremes: Iterable[dict] = (), run_button: bool = False, **controls
+    fn: Callable, *, extremes: Iterable[dict] = (), run_button=False, follow=False, **controls
 ) -> Explorer:
     """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first figure.
 
     ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. It uses
     no widget, so that a test can call it. ``extremes`` are dicts of values that replace the first
     ones: ``fn`` is called with each, and the axes hold all these figures. With ``run_button``,
-    ``fn`` is called again only when the button is pressed.
+    ``fn`` is called again only when the button is pressed. With ``follow`` each figure has its own
+    axes: its numbers differ too much for common ones.
     """
-    explorer = Explorer(fn, controls, extremes, run_button)
+    explorer = Explorer(fn, controls, extremes, run_button, follow)
     # The output has two forms: live where a kernel runs, the first figure on a page without one.
     meta = explorer.figure.layout.meta
     text = {"text/html": style.heading(meta) + style.words(meta), "text/plain": meta["alt"]}
