@@ -71,7 +71,8 @@ def bars(
         if not log:
             fig.update_xaxes(range=[0, top * 1.3], **place)
         for text, value in ceilings.items():
-            side = "left" if value > 0.6 * top else "right"
+            lower = value < max(ceilings.values()) or (value > 0.6 * top and not log)
+            side = "left" if lower else "right"
             style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
         words.append(_told(label, (f"{n} {m}" for n, m in zip(variants, numbers))))
     if log:
