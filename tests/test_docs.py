@@ -88,6 +88,8 @@ def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
         assert kinds <= {"image/png", "text/html", "text/markdown", "text/plain"}
         if re.search(r"(?<![\w.])(show|explore)\(", cell.source):
             assert "image/png" in kinds, f"no picture, make notebooks: {cell.source[:60]}"
+        folded = cell.metadata.get("jupyter", {}).get("source_hidden", False)
+        assert folded is (len(cell.source.splitlines()) > 25), "JupyterLab folds what is long"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
