@@ -82,7 +82,8 @@ def numbers():
     more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}")
     kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident", ".0f")
     cpu = read("cpu_ladder_35b").attrs["machine"]["cpu"]
-    slots = times("cuda_ladder_35b", "resident", "fused")
+    card = read("cuda_timeline_35b").attrs["machine"]["gpu"]
+    slots = times("cuda_timeline_35b", "resident", "fused")
     copied = times("cuda_timeline_35b", "resident", "fused/source=host")
     drafts = "cuda_drafts_dflash", "cpu_drafts_dflash", "cpu_drafts_lookup"
     block, here, looked_up = (times(name, plain, f"{plain}, 7 drafts") for name in drafts)
@@ -119,7 +120,7 @@ What decides it, for these four layers and, last, `tiny-moe`:
   {more} times as fast as 8 ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm on an {cpu} ([02](notebooks/02_expert_streaming.ipynb)).
-- **A GPU's reads.** With a quarter of the experts in slots, an H100 decodes
+- **A GPU's reads.** With a quarter of the experts in slots, an {card} decodes
   {slots} times as fast as resident if the others come from the file in the page
   cache, {copied} times if moelab keeps them in the host's memory
   ([02](notebooks/02_expert_streaming.ipynb)).
