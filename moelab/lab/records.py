@@ -198,9 +198,10 @@ def parted(here: "DataFrame", recorded: "DataFrame", *pairs: tuple[str, str]) ->
 
 def busy(load: Mapping[str, Any]) -> str:
     """Say what disturbed a run: other programs, a host that slowed down; "" if nothing did."""
-    told = f"other programs used {load.get('cores_of_others', 0):.1f} cores"
-    told += f", the speed drifted by {load['drift']:.0%}" if load.get("drift") else ""
-    return f"DISTURBED: {told}" if load.get("disturbed") else ""
+    cores, shifted = load.get("cores_of_others", 0), load.get("drift", 0)
+    told = [f"other programs used {cores:.1f} cores"] if cores >= DISTURBED else []
+    told += [f"the speed drifted by {shifted:.0%}"] if shifted > DISTURBED else []
+    return f"DISTURBED: {', '.join(told)}" if load.get("disturbed") else ""
 
 
 def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
