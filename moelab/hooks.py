@@ -82,9 +82,9 @@ def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
     An original is an owner (a class, a Python module or a module's names), a name in it, a value.
     """
     for owner, name, value in originals:
-        is_dict = type(owner) is dict
-        if (owner.get(name) if is_dict else getattr(owner, name, None)) is not value:
-            return f"{owner['__name__'] if is_dict else owner.__name__}.{name}"
+        found = owner.get(name) if type(owner) is dict else getattr(owner, name, None)
+        if found is not value:
+            return f"{owner['__name__'] if type(owner) is dict else owner.__name__}.{name}"
     return ""
 
 

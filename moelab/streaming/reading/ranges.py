@@ -47,8 +47,9 @@ class Ranges:
 
     def divided(self, step: int | None) -> Iterator["Ranges"]:
         """Parts of ``step`` ranges each (None: all in one)."""
-        step = step or max(1, len(self))
-        return (self[i : i + step] for i in range(0, len(self), step))
+        if 0 < len(self) <= (step or len(self)):
+            return iter((self,))
+        return (self[i : i + step] for i in range(0, len(self), step or 1))
 
     @cached_property
     def nbytes(self) -> int:

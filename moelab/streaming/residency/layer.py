@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from time import perf_counter
 
 import mlx.core as mx
@@ -170,11 +171,9 @@ class LayerSlots:
         """Begin reads into slots, in groups that can be waited for."""
         if self.host is not None:
             return [Arriving(slots, *start(slots))]
-        slots, n = [*slots.items()], max(1, PART_NBYTES // self.bank.expert_nbytes)
-        n = len(slots) if self.is_copied else n
-        reads = start(self.bank.reads(dict(slots)), n * self.bank.num_ranges)
-        parts = (dict(slots[i : i + n]) for i in range(0, len(slots), n))
-        return [Arriving(part, r, counters) for part, r in zip(parts, reads)]
+        n = len(slots) if self.is_copied else max(1, PART_NBYTES // self.bank.expert_nbytes)
+        reads, items = start(self.bank.reads(slots), n * self.bank.num_ranges), iter(slots.items())
+        return [Arriving(dict(islice(items, n)), r, counters) for r in reads]
 
     def land(self, everything: bool = False) -> dict[int, int]:
         """Finish the groups that have arrived, at least the first; return the experts' slots."""
