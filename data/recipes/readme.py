@@ -4,32 +4,38 @@ import re
 from pathlib import Path
 
 from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
-from moelab.lab.records import m, paired, read, same_tokens, span, values
+from moelab.lab.records import DISTURBED, as_json, drift, paired, read, same_tokens, span, values
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- numbers: make numbers -->\n", "<!-- end -->\n"
 PROGRAMS = ("moelab", "llama.cpp", "mlx-vlm", "mlx-lm")
 
 
-def speed(name, variant, write=m):
-    """Write a variant's median tok/s; ``killed`` where the system ended the variant."""
+def speed(name, variant):
+    """Write a variant's tok/s, median and interval; ``killed`` where the system ended it."""
     found = values(read(name), variant, "tok_s")
     if found.empty:
         return "killed"
-    return write(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 10 else ".0f")
+    return span(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 10 else ".0f")
 
 
-def times(name, slow, fast, form=".2f", write=span):
+def times(name, slow, fast, form=".2f"):
     """Write how many times as fast ``fast`` decodes as ``slow``, by round."""
-    return write(paired(read(name), slow, fast), form)
+    return span(paired(read(name), slow, fast), form)
 
 
-def against(memories, write=m):
+def host(name):
+    """Write which machine made a record: its cores, and its GPU or else its processor."""
+    of = read(name).attrs["machine"]
+    return f"{of['cores']} cores {'with' if of['gpu'] else 'of'} an {of['gpu'] or of['cpu']}"
+
+
+def against(memories):
     """Tabulate each program's speed; ``memories`` maps a memory to a record and its limit there."""
     return table(
         ["memory", *PROGRAMS],
         *(
-            [said, *(speed(name, f"{program}, {limit}", write) for program in PROGRAMS)]
+            [said, *(speed(name, f"{program}, {limit}") for program in PROGRAMS)]
             for said, (name, limit) in memories.items()
         ),
     )
@@ -71,7 +77,11 @@ def numbers():
         "half of it": ("cpu_against_35b_956", "956 MB"),
         "no limit": ("cpu_against_35b", "no limit"),
     }
-    runs = read(full)["round"].nunique()
+    record = read(full)
+    runs, shifted = record["round"].nunique(), drift(as_json(record)["rows"])
+    by_row = f"""\
+**Compare programs in a row, not rows**: the host's speed drifted by {shifted:.0%} meanwhile, and
+the programs took turns. """
     least, free = (
         times(full, f"llama.cpp, {limit}", f"moelab, {limit}", ".2g")
         for limit in ("4000 MB", "no limit")
@@ -81,8 +91,6 @@ def numbers():
     past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache")
     more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}")
     kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident", ".0f")
-    cpu = read("cpu_ladder_35b").attrs["machine"]["cpu"]
-    card = read("cuda_timeline_35b").attrs["machine"]["gpu"]
     slots = times("cuda_timeline_35b", "resident", "fused")
     copied = times("cuda_timeline_35b", "resident", "fused/source=host")
     drafts = "cuda_drafts_dflash", "cpu_drafts_dflash", "cpu_drafts_lookup"
@@ -95,22 +103,23 @@ def numbers():
 40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, 19.5 GB, in tok/s, median [interval]
 ([records](data/results)):
 
-{against(all_layers | {"24 GiB, no limit": (full, "no limit")}, span)}
+{against(all_layers | {"24 GiB, no limit": (full, "no limit")})}
 
-**Compare programs in a row, not rows**: the host slowed down during this record, and the programs
-took turns. In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit
-{free} times. These are {runs} runs over 8 early tokens on two cores of a Xeon, the file
-not in memory before (*cold*), the weights random, each token's experts those that the trained
-`tiny-moe` chose. *Killed*: out of memory. llama.cpp has loaded what fits, moelab still fills its
-slots: after 96 tokens it decodes {later[0]}, {later[1]} and {later[2]} tok/s in 4, 8 and 15 GB.
+{by_row if shifted > DISTURBED else ""}In 4 GB moelab decodes {least} times as fast as
+llama.cpp, without a limit {free} times. These are {runs} runs over 8 early tokens on
+{host(full)}, the file not in memory before (*cold*), the weights
+random, each token's experts those that the trained `tiny-moe` chose. *Killed*: out of memory.
+llama.cpp has loaded what fits, moelab still fills its slots: after 96 tokens it decodes
+{later[0]}, {later[1]} and
+{later[2]} tok/s in 4, 8 and 15 GB.
 
-Four such layers, 1.9 GB, after 32 tokens:
+Four such layers, 1.9 GB, after 32 tokens, on {host("cpu_against_35b")}:
 
 {against(four_layers)}
 
 **Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
 measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts on the CPU decodes
-{on_host} times as fast as moelab with its slots filled from there (H100, 16 cores;
+{on_host} times as fast as moelab with its slots filled from there ({host("cuda_against_35b")};
 [09](notebooks/09_against_others.ipynb)).
 
 What decides it, for these four layers and, last, `tiny-moe`:
@@ -119,14 +128,16 @@ What decides it, for these four layers and, last, `tiny-moe`:
   {past} times as fast as filled through it. Through it, 54 slots decode
   {more} times as fast as 8 ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
-  {kernels} times as fast as mlx-lm on an {cpu} ([02](notebooks/02_expert_streaming.ipynb)).
-- **A GPU's reads.** With a quarter of the experts in slots, an {card} decodes
+  {kernels} times as fast as mlx-lm on {host("cpu_ladder_35b")}
+  ([02](notebooks/02_expert_streaming.ipynb)).
+- **A GPU's reads.** With a quarter of the experts in slots, {host("cuda_timeline_35b")} decode
   {slots} times as fast as resident if the others come from the file in the page
   cache, {copied} times if moelab keeps them in the host's memory
   ([02](notebooks/02_expert_streaming.ipynb)).
 - **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
-  guesses {block} times as fast as its {gpu} tok/s without on an H100, where
-  {texts - same} of {texts} texts then differ, because of rounding. On two CPU cores it is
+  guesses {block} times as fast as its {gpu} tok/s without on
+  {host(drafts[0])}, where {texts - same} of {texts} texts then differ, because of
+  rounding. On {host(drafts[1])} it is
   {here} times {cpu_alone} tok/s, and {looked_up} with 7 guesses looked up in
   the text ([07](notebooks/07_speculative_streaming.ipynb)).
 """

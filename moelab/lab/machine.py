@@ -55,14 +55,18 @@ def card() -> dict[str, Any]:
 
 
 def card_line(card: dict[str, Any] | None = None) -> str:
-    """Write a ``card`` (None: this machine's) in one line, with the engine if it is not today's."""
+    """Write a ``card`` (None: this machine's) in one line."""
     c = card or globals()["card"]()
-    old = "" if (engine := c.get("engine", 1)) == ENGINE else f" engine {engine} of {ENGINE}"
     where = f"{c['backend']} backend" + (f", {c['gpu']}" if c["gpu"] else "")
     versions = ", ".join(f"{name} {c[name]}" for name in ("mlx", "mlx-lm", "moelab"))
     memory, system = f"{c['memory_nbytes'] / 2**30:.0f} GiB", c["os"].split()[0]
-    which = f"{c['cpu']}, {c['cores']} cores, {memory}, {system}; {where}; {versions}{old}"
-    return f"{which}; {c['date']}"
+    return f"{c['cpu']}, {c['cores']} cores, {memory}, {system}; {where}; {versions}; {made(c)}"
+
+
+def made(card: dict[str, Any]) -> str:
+    """Write the date of a record, and its engine if that is not today's."""
+    engine = card.get("engine", 1)
+    return card["date"] + (f" by engine {engine} of {ENGINE}" if engine < ENGINE else "")
 
 
 def read_speed(

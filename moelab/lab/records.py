@@ -319,7 +319,9 @@ class Running:
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
-        shifted, clock = drift(rows), psutil.cpu_freq() if hasattr(psutil, "cpu_freq") else None
+        shifted, clock = drift(rows), None
+        with suppress(AttributeError, OSError, RuntimeError):  # a virtual machine may not say it
+            clock = psutil.cpu_freq()
         much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
         load = {
             "average_before": self.average,

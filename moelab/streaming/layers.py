@@ -50,7 +50,7 @@ class StreamedExperts(nn.Module):
                 self[name] = child
         self.quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self.num_experts = num_experts(module)
-        # With ranks: the rank that owns each expert, ``[E]``, and whether this rank owns it.
+        # With ranks: which rank owns each expert, ``[E]``, and which experts are this rank's.
         self._owners = self.owned = None
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts)
@@ -59,8 +59,8 @@ class StreamedExperts(nn.Module):
         # computes nothing. It is an attribute and no hook, so that the session can remove it after
         # an interrupt.
         self.probe = None
-        # This function takes memory for a number of experts. It does not refer to this layer, since
-        # a cycle would keep the memory of a deleted model.
+        # Makes a bank of S slots. The function does not refer to this layer: a cycle would keep the
+        # memory of a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:

@@ -22,8 +22,8 @@ from .session import Session
 from .trace import Trace
 from .trial import Trial
 
-# ``Router`` names those of a token's experts that are at least ``SURE`` times as probable as the
-# likeliest expert that the token does not take. (tiny-moe's held-out text, 16 of 64 slots: of the
+# ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
+# first expert behind the top-k. (tiny-moe's held-out text, 16 of 64 slots: of the
 # named experts that are in no slot 84% are needed, and these are 61% of the experts to read.
 # Without this limit: 71% and 76%.)
 SURE = 1.5

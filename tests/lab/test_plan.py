@@ -160,6 +160,11 @@ def test_what_a_plan_says_of_itself_is_the_records_and_our_own_speeds_are_planne
     sources = published.groupby(["side", "variant"]).factor.median()["left out"]
     assert (sources <= plan.FORMULA_SPREAD).mean() >= 0.8
     assert f"the worst {sources.max():.1f} times off" in plan.FORMULA_NEAR
+    near, number = (
+        (sources <= plan.FORMULA_SPREAD).sum(),
+        ["no", "one", "two", "three", "four", "five", "six", "seven"],
+    )
+    assert plan.FORMULA_NEAR.startswith(f"{number[near]} of {number[len(sources)]} published")
     own = records.read("cpu_planned_own").set_index(["where", "variant"])
     assert (own.factor <= plan.OWN_SPREAD).mean() > 0.8
     few = [own for own in recipe.OWN if own[-1] == 4]  # of 40 layers they take long

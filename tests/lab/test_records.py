@@ -70,6 +70,14 @@ def test_a_run_whose_speed_drifts_is_disturbed():
     assert records.Running("bench").record(rows(1.0, 1.0, 1.0, 1.0, 1.2, 1.2))["load"]["disturbed"]
 
 
+def test_a_machine_that_does_not_say_its_clocks_rate(monkeypatch):
+    def refuse():
+        raise RuntimeError("no pmgr")
+
+    monkeypatch.setattr(records.psutil, "cpu_freq", refuse)
+    assert records.Running("bench").record([])["load"]["clock_mhz"] is None
+
+
 def test_variants_are_grouped_and_paired_by_round(table):
     found = records.group(table, "decode_s").loc["a"]
     assert found.to_dict() == {"median": 4, "p25": 3, "p75": 6, "n": 3}

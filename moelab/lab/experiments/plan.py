@@ -218,7 +218,7 @@ def _say_measuring():
 
 
 def _here():
-    """Return the folder whose drive is measured: the current one if possible (/tmp may be RAM)."""
+    """Return the folder whose drive is measured: the current one, or else a temporary folder."""
     return Path.cwd() if os.access(".", os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -10,9 +10,8 @@ import plotly.graph_objects as go
 import plotly.io as pio
 from IPython.display import HTML, display
 
-from ... import ENGINE
 from ..machine import card as this_card
-from ..machine import card_line
+from ..machine import card_line, made
 
 # Okabe and Ito's colours, distinct for colour-blind readers; yellow, weak on white, comes last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
@@ -141,10 +140,9 @@ def figure(
     for card in cards:
         of = card or this_card()
         host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
-        by = f" by engine {n} of {ENGINE}" if (n := of.get("engine", 1)) < ENGINE else ""
-        hosts.setdefault(host, []).append(f"recorded {of['date']}{by}" if card else "here")
+        when = f"recorded {made(of)}" if card else "here"
+        hosts.setdefault(host, []).append(when)
     short = [f"{' and '.join(dict.fromkeys(when))}: {host}" for host, when in hosts.items()]
-    short = [text.replace(" and recorded", " and") for text in short]
     return go.Figure(layout={"template": "moelab", **layout}).update_layout(
         xaxis_title=x,
         yaxis_title=y,

@@ -118,6 +118,8 @@ class Flight:
 
     def divided(self, n: int) -> "list[Flight]":
         """Flights of n ranges each; the last one may have fewer."""
+        if len(self.table) <= n:
+            return [self]
         rows = [slice(i, i + n) for i in range(0, len(self.table), n)]
         return [Flight(self.queue, self.ranges[r], self.table[r], self.count) for r in rows]
 
