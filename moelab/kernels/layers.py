@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from functools import cache
 from itertools import chain
-from operator import is_, itemgetter
+from operator import call, is_, itemgetter
 from typing import Any
 
 import mlx.core as mx
@@ -22,12 +22,13 @@ from ..hooks import call_instead, replaced
 from . import attention, blocks, code, experts, gated_delta, modules, rowwise, team
 from .blocks import Experts, GatedDelta35, forward, is_norm, normed
 from .code import to_mlx
-from .modules import FastMLP, is_itself
+from .modules import FastMLP, Kept, is_itself
 from .quantized import Rows
 
 # To copy a smaller recurrent state takes less time than to get its memory from MLX.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # a pass of more tokens is not recorded
+STATE = itemgetter("_kept", "_training")  # of a module's attributes
 
 
 class Layer(blocks.Block):
@@ -164,10 +165,13 @@ class Pass:
         self._normed, self._y = x.x, self._last.places(y)
         # What must stay the same: the modules, how they are called, and their arrays. The layer
         # holds the record, so the record must not hold the layer.
-        (_, _, *self._own), *inside = _inside(layer)
-        self._layer, self._inside = weakref.ref(layer), inside
-        of = (getattr(m, "originals", ()) for m in (layer, *(m for m, *_ in inside)))
-        self._originals = {*chain(*of)}
+        all_own = [m for name, m in layer.named_modules() if not name.startswith("mlp.switch_mlp")]
+        for m in all_own:
+            m.__dict__.setdefault("_kept", Kept())  # ``Watched`` drops this at a change
+        self._layer, self._inside = weakref.ref(layer), all_own[1:]
+        self._parts_of, self._state = [*map(_arrays_of, all_own)], _state(all_own)
+        self._parts = [*chain(*map(call, self._parts_of, all_own))]
+        self._originals = {*chain(*(getattr(m, "originals", ()) for m in all_own))}
 
     @classmethod
     def of(cls, layer: Layer, n: int) -> "Pass | None":
@@ -185,14 +189,13 @@ class Pass:
 
     def is_valid(self) -> bool:
         """Whether the modules, methods and arrays that were recorded are still the same."""
-        layer = self._layer()  # the layer may have a hook, which gets the record's output
-        own = layer, type(layer), *self._own
-        for m, cls, kept, size, parts_of, parts in own, *self._inside:
-            if type(m) is not cls or m._training or m.__dict__.get("_kept") is not kept:
-                return False
-            if len(m) != size or not all(map(is_, parts_of(m), parts)):
-                return False
-        return not replaced(self._originals) and experts.takes_rows(self._mlp["switch_mlp"])
+        all_own = [self._layer(), *self._inside]
+        try:
+            parts = chain.from_iterable(map(call, self._parts_of, all_own))
+            same = _state(all_own) == self._state and all(map(is_, parts, self._parts))
+        except KeyError:  # an array, or what was kept, is gone
+            return False
+        return same and not replaced(self._originals)
 
     def run(self, x: Rows, mask: Any, cache: Any) -> np.ndarray | None:
         """Compute ``[n, D]``, which the next run overwrites; None if the call does not fit."""
@@ -210,15 +213,16 @@ class Pass:
         return self._out
 
 
-def _inside(layer):
-    """Yield a layer's modules, without its experts, with their classes and contents."""
-    for name, m in layer.named_modules():
-        if not name.startswith("mlp.switch_mlp"):
-            keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
-            m.__dict__.setdefault("_kept", modules.Kept())  # ``Watched`` drops this at a change
-            # For one key ``itemgetter`` gives no tuple, so the first key is given twice.
-            parts_of = itemgetter(keys[0], *keys) if keys else tuple
-            yield m, type(m), m.__dict__.get("_kept"), len(m), parts_of, parts_of(m)
+def _state(modules):
+    """What must stay equal, beside arrays; a layer with hooks, of another class, may replay."""
+    return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
+
+
+def _arrays_of(m):
+    """A function that returns a module's present arrays and modules."""
+    keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
+    # For one key ``itemgetter`` gives no tuple, so the first key is given twice.
+    return itemgetter(keys[0], *keys) if keys else tuple
 
 
 BLOCKS = {

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
+from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,7 +49,7 @@ from .plan import AnyDraft, plan_of
 from .prefetch import PREFETCHERS, Auto, auto
 from .ranks import Ranks
 from .residency import host
-from .residency.bank import can_empty
+from .residency.bank import HUGE_S, can_empty
 from .session import Session, recurrent_states, session_of, stats
 
 
@@ -369,12 +370,13 @@ def _stream(model, experts, session):
 
 
 def _populate(layers):
-    """Take the slots' memory from the system, in huge pages as long as these come fast."""
-    huge = True
+    """Take the slots' memory from the system, in huge pages while all comes fast (``HUGE_S``)."""
+    begin, nbytes = perf_counter(), 0
 
     def take(layer):
-        nonlocal huge
-        huge = layer.bank.populate(huge)
+        nonlocal nbytes
+        nbytes += layer.bank.nbytes
+        layer.bank.populate(perf_counter() - begin < HUGE_S * nbytes)
 
     with ThreadPoolExecutor(num_threads()) as pool:
         [*pool.map(take, layers)]

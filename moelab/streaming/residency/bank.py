@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from time import perf_counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,7 +42,7 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name 
 # pages took 0.2 to 0.5 s a GB, and 1 to 4 s where Linux had to move other pages for them, or where
 # a virtual machine's host had taken the memory back. Small pages took 0.4 to 1.8 s a GB (two cores
 # of a virtual machine).
-HUGE_S = 3e-9
+HUGE_S = 1.5e-9
 
 
 class SlotBank:
@@ -154,18 +153,12 @@ class SlotBank:
         for rows, bits, dtype, to in self._converted:
             _convert(rows[slot], bits[slot], dtype, to)
 
-    def populate(self, huge: bool) -> bool:
-        """Take the slots' memory from the system now; else a prompt's reads would wait for it.
-
-        Returns whether huge pages were asked for and came as fast as they should (``HUGE_S``).
-        """
-        begin, nbytes = perf_counter(), 0
+    def populate(self, huge: bool) -> None:
+        """Take the slots' memory from the system now; else a prompt's reads would wait for it."""
         for buffer in self._buffers:
-            nbytes += buffer.rows.nbytes
             if huge:
                 _advise(buffer.rows, HUGE_NBYTES, mmap.MADV_HUGEPAGE)
             _advise(buffer.rows, mmap.PAGESIZE, MADV_POPULATE_WRITE)
-        return huge and perf_counter() - begin < HUGE_S * nbytes
 
     def empty(self, first: int, last: int) -> None:
         """Return the memory of slots ``[first:last]``, which nothing uses, to the system."""

@@ -7,7 +7,6 @@ says which policy slots use. The replay tries other kinds as subclasses with the
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from heapq import nsmallest
 from itertools import islice
 
 # The eviction policies. A use of an expert counts 1 at first; each later call of the layer
@@ -119,4 +118,4 @@ class SlotTable:
         candidates = (e for e in self.slot_of if e not in needed)  # least recently used first
         if not self._decay:
             return list(islice(candidates, num))
-        return nsmallest(num, candidates, key=self._counts.__getitem__)
+        return sorted(candidates, key=self._counts.__getitem__)[:num]
