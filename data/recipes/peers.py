@@ -19,7 +19,8 @@ lengths of prompts (``126,400,800``). A WORD is
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
 - ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
 - ``warmup=32`` or ``tokens=32``: tokens behind the prompt that are read before the clock starts, or
-  timed.
+  timed; ``seconds=30``: fewer, once as many seconds have passed;
+- ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
 Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
 library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both take the system's.
@@ -56,6 +57,7 @@ from moelab.lab.variants import texts_of
 
 WORK = DATA.parent / "build" / "peers"
 LLAMA_CPP, MLX_VLM, MLX_LM, MOELAB = "llama.cpp", "mlx-vlm", "mlx-lm", "moelab"
+REPACKED = "moelab, repacked"
 # What pip installs for each peer. Other dependencies are in moelab's own environment.
 PACKAGES = {
     LLAMA_CPP: ("llama-cpp-python==0.3.36", "diskcache==5.6.3"),
@@ -102,6 +104,8 @@ def versions():
 def way(text):
     """Parse a peer's name and the options of ``opened`` after it, a slash before each."""
     peer, *settings = text.split("/")
+    if peer == REPACKED:
+        return MOELAB, {}
     if peer == LLAMA_CPP and settings == ["experts=cpu"]:
         return peer, {"experts_on_cpu": True}
     if peer == MOELAB and settings:
@@ -205,11 +209,11 @@ def texts_here(peer, path, prompts, tokens):
     return out
 
 
-def sample_here(peer, path, ids, feed, warmup, tokens, limits, options):
+def sample_here(peer, path, ids, feed, warmup, tokens, limits, seconds, options):
     """Make one run of ``against`` in this (new) process and return its columns.
 
-    With two ``limits`` the memory limit falls from the first to the second. Afterwards the last
-    ``tokens`` tokens are timed, too.
+    ``seconds``: the most that warm-up takes, and the most that is timed. With two ``limits`` the
+    memory limit falls from the first to the second. Then the last ``tokens`` are timed, too.
     """
     read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []
 
@@ -219,13 +223,16 @@ def sample_here(peer, path, ids, feed, warmup, tokens, limits, options):
             begin = time.perf_counter()
             said.append(int(read(given).argmax()))
             took.append(time.perf_counter() - begin)
+            if seconds and sum(took) > seconds:
+                break
         return took
 
     (prefill_s,), one_by_one = timed([ids]), [[token] for token in feed]
-    timed(one_by_one[:warmup])
+    warmup = len(timed(one_by_one[:warmup]))
     before = oscache.disk_read_nbytes()
     step_s = timed(one_by_one[warmup : warmup + tokens])
-    row = {"prompt_tokens": len(ids), "prefill_s": prefill_s, "decode_tokens": tokens}
+    row = {"prompt_tokens": len(ids), "prefill_s": prefill_s, "decode_tokens": len(step_s)}
+    row |= {"warmup_tokens": warmup}
     row |= {"decode_s": sum(step_s), "step_s": step_s}
     row |= {} if before is None else {"disk_nbytes": oscache.disk_read_nbytes() - before}
     if len(limits) == 2:
@@ -274,13 +281,25 @@ def same(prompts=20, tokens=100, length=64):
     return running.table(rows)
 
 
-def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, ways=NAMES):
+def against(
+    path,
+    text,
+    limits=((),),
+    runs=5,
+    tokens=32,
+    warmup=32,
+    prompt=0,
+    seconds=0,
+    repacked="",
+    ways=NAMES,
+):
     """Read the same text with each peer under each limit; a row is a run.
 
     ``text`` is a trace's file, or lengths of prompts. A limit has the bytes of a run's process,
     page cache included, and perhaps the bytes to which these fall. An empty limit is none.
+    ``seconds`` of warm-up or of timed tokens end them early; 0: they do not.
     """
-    path = folder(path)
+    path, ways = folder(path), (*ways, REPACKED) if repacked else ways
     if isinstance(text, str | Path):
         more = 256 + tokens if any(len(given) == 2 for given in limits) else 0
         ids, behind = texts_of(text, warmup + tokens + more, path)
@@ -289,11 +308,11 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
         prompts, feed = heldout_ids(path, text, len(text)), None
         texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
     opened = {given: way(given) for given in ways}
-    read = files(path, [peer for peer, _ in opened.values()])
+    read = files(path, [peer for peer, _ in opened.values()]) | {REPACKED: Path(repacked)}
 
     def run(given, text, limits, _):
         (peer, options), told = opened[given], dict(zip(("limit_nbytes", "lowered_nbytes"), limits))
-        file, nbytes = read[peer], told.get("limit_nbytes")
+        file, nbytes = read.get(given, read[peer]), told.get("limit_nbytes")
         parts = [file] if file.is_file() else sorted(file.rglob("*.safetensors"))
         for part in parts:
             oscache.drop_pages(part)
@@ -303,7 +322,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
             # Half is for experts, the other half for buffers and the page cache.
             options = {"expert_cache_gb": max(0, nbytes - others) / 2e9}
-        arguments = peer, str(file), *text, limits, options
+        arguments = peer, str(file), *text, limits, seconds, options
         made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)
         told |= {"peer": given, "file_nbytes": sum(p.stat().st_size for p in parts)}
         return (made or {}) | told | {"limited_by": done.how, "killed": done.killed}
@@ -315,7 +334,7 @@ def against(path, text, limits=((),), runs=5, tokens=32, warmup=32, prompt=0, wa
         f"{given}, {words(nbytes)}{name}": partial(run, given, text, nbytes)
         for nbytes, (name, text), given in product(limits, texts.items(), ways)
     }
-    settings = {"model": path.name, "tokens": tokens, "warmup_tokens": warmup}
+    settings = {"model": path.name, "tokens": tokens, "warmup_tokens": warmup, "most_s": seconds}
     settings |= {"feed": feed, "cache_state": "cold", "versions": versions()}
     return records.interleave("against", variants, runs, settings, 0)
 
@@ -363,8 +382,8 @@ def main(work, *words):
         if word.split("/")[0] in NAMES:
             ways.append(word)
         elif "=" in word:
-            name, _, n = word.partition("=")
-            counts[name] = int(n)
+            name, _, value = word.partition("=")
+            counts[name] = value if name == "repacked" else int(value)
         else:
             limits.append([int(n) * 1_000_000 for n in word.split("-") if int(n)])
     if text.replace(",", "").isdigit():

@@ -39,6 +39,7 @@ CHECKPOINTS = {
     "q35_routed": "synthesize --like qwen3.5-35b-a3b --layers 4 --routing {code}",
     "q35_full": "synthesize --like qwen3.5-35b-a3b --vocab 248320 --routing {code}",
     "q35_routed_packed": "repack {q35_routed}",
+    "q35_full_packed": "repack {q35_full}",
 }
 SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # tell rows of a round apart
 MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits")  # compared columns end like this
