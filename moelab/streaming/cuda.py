@@ -165,7 +165,7 @@ class Mailbox:
         self._posted = self._sent = None
 
     def post(self, indices: mx.array, after: mx.array) -> None:
-        """Begin to compute ``after``, and for ``collect`` at most ``MAILBOX_SIZE`` indices."""
+        """Begin to compute ``after``, then post up to ``MAILBOX_SIZE`` indices for ``collect``."""
         self._words[0] = 0
         self._posted = kernel("post", "const void* after, const word* address", "posted", _POST)(
             indices, after, self._address, output_shapes=[(1,)], **launch(1)

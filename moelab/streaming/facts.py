@@ -42,8 +42,8 @@ class ModelFacts:
     layers_nbytes: tuple[int, ...]  # one slot of each layer
     path: Path = Path()  # of the checkpoint
     # The experts' parameters by path in the model. ``located``: the places of those that are read
-    # into slots. ``resident``: those that stay in memory for all E. ``scattered``: those that lie
-    # scattered and cannot be read.
+    # into slots. ``resident``: those that stay in memory for all E. ``scattered``: those that
+    # cannot be read, since an expert's bytes are not contiguous.
     located: dict[str, ExpertTensor] = field(default_factory=dict, repr=False)
     resident: tuple[str, ...] = field(default=(), repr=False)
     scattered: tuple[str, ...] = field(default=(), repr=False)
@@ -51,13 +51,13 @@ class ModelFacts:
     num_blocks: int = 0  # all layers, those without experts as well
     dtype: mx.Dtype = mx.float32  # of the activations
     table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
-    backbone_nbytes: int = 0  # all but the experts; a table on disk counts its rows in memory
+    backbone_nbytes: int = 0  # all but the experts; of a table on disk the rows in memory
     resident_nbytes: int = 0  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
     states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
     token_logits_nbytes: int = 0  # logits of one token, if all logits of a prompt are computed
-    logits_nbytes: int = 0  # otherwise the logits of few tokens, beside ``token_nbytes``
+    logits_nbytes: int = 0  # otherwise those of ``FEW_TOKENS`` tokens, beside ``token_nbytes``
 
     @classmethod
     def of(
@@ -124,7 +124,7 @@ class ModelFacts:
         return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
 
     def arrays_nbytes(self, tokens: int) -> int:
-        """The bytes of a call's arrays. Layers' arrays are free before logits are computed."""
+        """The bytes of a call's arrays. Layers' arrays are freed before logits are computed."""
         return max(tokens * self.token_nbytes, self.few_nbytes(tokens))
 
 

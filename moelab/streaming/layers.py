@@ -23,7 +23,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The least and most rows with which a call of S slots rounds as E experts with ``size`` rows.
+    """The fewest and most rows with which S slots round as E experts do with ``size`` rows.
 
     On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted rows
@@ -265,7 +265,7 @@ class Parts(Pairs):
         self.computed, self._order = [], []
 
     def rows(self, bank: SlotBank) -> tuple[int, int]:
-        """The least and the most rows of a call of a bank's slots (see ``kernel_rows``)."""
+        """The fewest and most rows of a call of a bank's slots (see ``kernel_rows``)."""
         return kernel_rows(*self._of_all, bank.num_slots, self._quantized)
 
     def add(self, arrived: Arrived) -> list[mx.array]:

@@ -100,7 +100,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the logits' matrices, which the fast kernels compute at once when called."""
+        """Return the matrices of the logits that the fast kernels compute as soon as called."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # Matrices of layers, which may have as many rows, have a number in their path.
@@ -370,7 +370,7 @@ def _stream(model, experts, session):
 
 
 def _populate(layers):
-    """Take the slots' memory from the system, in huge pages while all comes fast (``HUGE_S``)."""
+    """Take the slots' memory from the system, in huge pages while it comes fast (``HUGE_S``)."""
     begin, nbytes = perf_counter(), 0
 
     def take(layer):

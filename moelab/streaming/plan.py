@@ -100,9 +100,9 @@ class Plan:
     # logits.
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this takes a CPU, more
-    # than K slots, no ``memory_nbytes`` from the caller, and a small page cache: it has room for
-    # less than twice the experts in slots or, with slots for all experts, for fewer than all. Such
-    # a page cache holds much the same experts as the slots, and a copy from it takes a core's time.
+    # than K slots, no ``memory_nbytes`` from the caller, and a small page cache. It is small if it
+    # has room for less than twice the experts in slots (with a slot for every expert: for less than
+    # once). It would hold much the same experts as the slots, and a copy takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 

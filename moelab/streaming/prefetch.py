@@ -23,9 +23,8 @@ from .trace import Trace
 from .trial import Trial
 
 # ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
-# first expert behind the top-k. (tiny-moe's held-out text, 16 of 64 slots: of the
-# named experts that are in no slot 84% are needed, and these are 61% of the experts to read.
-# Without this limit: 71% and 76%.)
+# first expert behind the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
+# experts in no slot are needed, and these are 61% of all misses. Without this limit: 71% and 76%.
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
 # take the cores' time, a wrong guess cost about twice what a right one gained (one run, n=4).
@@ -53,7 +52,7 @@ class Prefetcher:
 class Lookahead(Prefetcher):
     """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
 
-    A block of ``kernels`` has ``route``. Any other is called with x; its experts note the choice.
+    A block of ``kernels`` has ``route``. Any other is called with x; the experts note the choice.
     """
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
@@ -115,8 +114,8 @@ class Oracle(Prefetcher):
 class Router(Prefetcher):
     """Asks a layer's own router before attention or recurrence, and reads the experts it names.
 
-    A token's experts are named where they are ``SURE``. If a layer's early router is wrong too
-    often, as in the first layers, the layer reads nothing.
+    It names the experts of a token that are likely enough (``SURE``). If a layer's early router is
+    wrong too often, as in the first layers, the layer reads nothing.
     """
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
@@ -177,7 +176,7 @@ class Auto:
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):
         self._residency, self._counting, self._starts = residency, counting, starts
-        self._trials, self._call = {}, None  # by tokens of a call; the running call's begin
+        self._trials, self._call = {}, None  # trials by a call's tokens; the running call
 
     def begin(self, tokens: int) -> None:
         """Begin to time a call of the whole model."""

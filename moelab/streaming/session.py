@@ -173,7 +173,7 @@ class Session:
             self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """Evaluate the routing ``[..., K]`` of a call, ``asked``, and what still reads slots."""
+        """Evaluate a call's routing ``[..., K]``, a prefetcher's ``asked``, what reads slots."""
         interrupts.look()
         handover, mailbox = self.handover, self.handover.mailbox
         if mailbox and indices.size <= MAILBOX_SIZE and not asked:

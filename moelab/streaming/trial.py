@@ -18,7 +18,7 @@ AGAIN = 256, 4096
 MOST_LOG = 0.7  # a call that takes twice as long as its neighbour was disturbed
 # The error is estimated as if four pairs that differ by 15% came before: few pairs prove little.
 PRIOR_PAIRS, PRIOR_DEVIATION = 4, 0.15
-KEEP = 0.98  # the weight of older costs of missing experts after each call
+KEEP = 0.98  # the weight that earlier costs of a missing expert keep from call to call
 MEAN_CALLS = 32  # calls in the mean of the missing experts (needed, in no slot)
 CHANGED = 0.5  # a change of that mean, as a share, after which a new trial begins
 
@@ -43,7 +43,7 @@ class Trial:
         self._missing = self._then = self._slots = None  # mean now; mean, slots as the trial began
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
-        """Take in the seconds of a call, of whose experts ``missing`` were in no slot before."""
+        """Note a call's seconds, and how many of its experts were ``missing`` from the slots."""
         self._calls += 1
         self._look(missing, slots)
         last, self._last = self._last, (log(seconds), missing, self.on)

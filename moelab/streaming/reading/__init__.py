@@ -9,11 +9,11 @@ To add a source of experts, such as a network store, write a subclass of ``Reade
 and ``start_ahead`` get the same ranges in another way (``UploadingReader`` is an example), and
 choose it in ``Session``. (``StreamConfig.source`` is about a GPU's host, see residency/host.py.)
 
-A layer that waits for experts calls ``Reader.start`` and ``finish``. Reads before a layer asks
-begin with ``start_ahead``; threads make them after all reads that layers wait for.
+A layer that waits for experts calls ``Reader.start`` and ``finish``. Reads that no layer
+waits for yet begin with ``start_ahead``; their threads let the other reads go first.
 
-A read by native code that fails or comes back short is tried once more with ``preadv``. A read
-also fails if it still comes back short or its file has changed. ``ReadError`` names the file and,
+A read by native code that fails or comes back short is tried once more with ``preadv``. It fails
+if it still comes back short, or if its file has changed. ``ReadError`` names the file and,
 unless the file has changed, tensor, expert and offset. The call of the layer raises the error.
 Where only the GPU waits for the reads, the next layer's call raises it, or the end of the model's
 call. A read ahead that fails raises nothing: the layer reads again. ``SlotTable.commit`` is not

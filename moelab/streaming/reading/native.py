@@ -117,7 +117,7 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
         return None
     try:
         writer = kind()
-        return writer.link(writer.compile())  # not stored: ``stored`` covers kernels/
+        return writer.link(writer.compile())  # not stored: ``stored`` hashes kernels/ only
     except (OSError, RuntimeError):
         return None
 

@@ -22,7 +22,7 @@ INLINE_NBYTES = 512 * 1024
 # In a call of up to this many bytes, the calling thread copies what the page cache holds. With two
 # cores this beats the pool up to 16 MB at least; with more cores the pool copies faster.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
-# Past the page cache, another thread is not worth it for fewer bytes.
+# For fewer bytes past the page cache, another thread is not worth its start.
 SHARE_NBYTES = 512 * 1024
 # Before the system is asked to read many ranges ahead, this many are looked up in the page cache. A
 # look makes Linux read a page of a range that is not cached.
@@ -61,7 +61,7 @@ class Reader:
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds in reads, summed over the threads. Reads without a thread count from the begin of
+        # Seconds in reads, summed over the threads. Reads without a thread count from the start of
         # the first to the end of the last, where somebody waited for the end.
         self.read_s = 0.0
         self.closed = False

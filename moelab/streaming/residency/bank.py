@@ -117,7 +117,7 @@ class SlotBank:
 
     @property
     def num_ranges(self) -> int:
-        """The ranges of files in which an expert's bytes lie."""
+        """How many ranges of files hold an expert's bytes."""
         return len(self._firsts)
 
     def reads(self, slots: dict[int, int]) -> Ranges:
@@ -126,7 +126,7 @@ class SlotBank:
         return self._ranges([*slots], [*slots.values()])
 
     def places(self, experts: Sequence[int]) -> Ranges:
-        """Where the bytes of experts lie in the files, in order; all would be read into slot 0."""
+        """Where the bytes of experts lie in the files, expert by expert. (All name slot 0.)"""
         return self._ranges(experts, [0] * len(experts))
 
     def _ranges(self, experts, slots):

@@ -154,7 +154,7 @@ class HostExperts:
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies: 1, all is here
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # all copies' ``flag``: all is here
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 
@@ -238,7 +238,7 @@ class HostExperts:
         self.after = mx.zeros(1)
 
     def _from_table(self):
-        """Return the kernel's state as the host's table says it."""
+        """Return the kernel's state, made from the host's table."""
         E, S, table = self._num_experts, self._bank.num_slots, self._table
         state = np.zeros(E + 2 * S + 5, np.uint32)
         slot_of, expert_of, used = state[:E], state[E : E + S], state[E + S : E + 2 * S]

@@ -104,7 +104,7 @@ class LayerSlots:
 
     @property
     def most(self) -> int:
-        """The most experts of a long call that are on their way at once."""
+        """The most experts that are on their way at once."""
         nbytes = self.bank.expert_nbytes
         if self.is_copied:  # one kernel copies them
             most = max(1, MAX_COPIES // len(self.bank.into))
@@ -113,7 +113,7 @@ class LayerSlots:
         return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
 
     def resize(self, slots: int) -> None:
-        """Use ``slots`` slots, at most as many as were taken; nothing may be using a slot."""
+        """Use ``slots`` slots, at most as many as at first; nothing may be using a slot."""
         if not can_empty():
             return self._take(slots)
         self.awaited, self.ahead = [], []

@@ -93,7 +93,7 @@ class Residency:
         at_once = table.fits(needed) and missing <= layer.most
         if at_once and not missing and not layer.awaited:
             held, _ = layer.choose(needed)
-            # Once all experts are held no call waits for its routing: read some more of them now.
+            # Once all experts are in slots no call waits for its routing: read some more of them.
             if some := layer.unread()[: self._top_k]:
                 layer.read(table.choose(some)[1])
             yield Arrived(held, layer.bank, is_all=True)
@@ -130,7 +130,7 @@ class Residency:
     def prefetch(self, i: int, experts: Iterable[int], kept: Collection[int] = ()) -> None:
         """Begin to read experts, if all fit and no prefetch runs; ``kept`` ones are not evicted."""
         layer = self.layers[i]
-        layer.collect(())  # experts read ahead that the last call did not need
+        layer.collect(())  # take over what the last call did not need
         experts = layer.of_rank(experts)
         if layer.ahead or not layer.table.fits(experts):
             return
@@ -194,7 +194,7 @@ class Residency:
         return sum(layer.bank.nbytes for layer in self.layers)
 
     def resize(self, slots: int) -> None:
-        """Use ``slots`` slots in each layer, at most as many as were taken. No layer may run."""
+        """Use ``slots`` slots in each layer, at most as many as at first. No layer may run."""
         self._reader.stop()  # this ends prefetches
         self._handover.settle()
         self.report()
@@ -204,7 +204,7 @@ class Residency:
         return_free_memory()
 
     def _room(self, layer, order, flying):
-        """Return how many experts of a long call to read next, with ``flying`` on their way."""
+        """Return how many of ``order`` to read next, with ``flying`` experts on their way."""
         few = len(layer.awaited) < 2 if layer.is_copied else layer.refills or not flying
         held = sum(e in layer.table.slot_of for e in order)  # held experts come first
         more = held + layer.most - (0 if layer.is_copied else flying)
