@@ -1,8 +1,8 @@
 """How fast can a Mixture-of-Experts model decode with its experts on the SSD, and why?
 
 One set of letters everywhere: B batch, T tokens, D hidden size, F expert hidden size,
-E experts, K experts per token (top-k), S slots per layer, L layers. Bytes are ``nbytes``,
-seconds end in ``_s``.
+E experts, K experts per token (top-k), S slots per layer, L layers. Names of sizes
+in bytes end in ``nbytes``, names of times in seconds in ``_s``.
 
     checkpoint/     the files of a model: headers, formats, what is damaged
     streaming/      ``load``: experts on disk, slots, the plan of memory

@@ -57,7 +57,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text decodes that took ``time_s``, with ``wait_s`` of waits."""
+        """How many times as fast a text would decode that took ``time_s``, ``wait_s`` in waits."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):

@@ -11,7 +11,7 @@ from ..streaming.ranks import Ranks
 from .argument_types import at_least, between, not_empty, or_auto, positive, zero_or_more
 
 LEAST_KV_SIZE = 5  # tokens: a limited cache never drops its first 4
-# Arguments that may differ between ranks. ``load`` compares how experts are streamed.
+# Arguments that may differ between ranks. ``load`` checks that ranks stream experts alike.
 OWN_ARGUMENTS = {"model", "adapter_path", "host", "port", "log_level", "given", "default_slots"}
 
 
@@ -113,7 +113,7 @@ def loading_given(args: argparse.Namespace) -> dict:
 
 
 def compare_arguments(ranks: Ranks, args: argparse.Namespace) -> None:
-    """Refuse ranks that were started with other arguments (``load`` compares how they stream)."""
+    """Refuse ranks that were started with other arguments; ``load`` compares how they stream."""
     given = {
         name: str(value)
         for name, value in vars(args).items()

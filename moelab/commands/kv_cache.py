@@ -148,7 +148,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 def _read(file, made=None):
     """Read a file's caches and metadata; raise if it is damaged.
 
-    With ``made`` (from ``_made_by``), raise also if the file does not name the same.
+    With ``made`` (from ``_made_by``), raise also if the file was made with something else.
     """
     held = read_header(file, "make it again")
     cache, metadata = load_prompt_cache(str(file), return_metadata=True)
@@ -163,7 +163,7 @@ def _read(file, made=None):
 
 
 def _check_fit(cache, made_of, name, checkpoint, model):
-    """Raise an error of any type for caches that the model cannot have after a text."""
+    """Raise an error, of any type, unless this model can have made the caches."""
     if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
         raise ValueError(f"it is one of {made_of}")
     limits = {c.max_size for c in cache if isinstance(c, RotatingKVCache)}

@@ -78,7 +78,7 @@ class Layer(blocks.Block):
 class DeltaPass:
     """The record of a ``GatedDelta35`` for a short pass.
 
-    The program ``first`` computes the input x ``[n, D]`` and then the output ``y``: it is ``end``.
+    One program computes the input x ``[n, D]`` and the output ``y``: ``end`` is ``first``.
     """
 
     def __init__(self, mixer, x, first):
@@ -214,7 +214,7 @@ class Pass:
 
 
 def _state(modules):
-    """What must stay equal, beside arrays; a layer with hooks, of another class, may replay."""
+    """What must stay equal beside arrays; not the layer's own class, which hooks change."""
     return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
 
 
@@ -239,7 +239,7 @@ BLOCKS = {
     qwen3.TransformerBlock: Layer,
 }
 NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
-# Functions of mlx-lm that blocks replace. Other layers call them wrapped by these functions.
+# Functions of mlx-lm that blocks do without. Other layers call what these make of them.
 CALLED = {
     "gated_delta_update": gated_delta.fast_update,
     "scaled_dot_product_attention": attention.eager_attention,

@@ -184,7 +184,7 @@ def apart(a: Sequence[float], b: Sequence[float]) -> bool:
 
 
 def parted(here: "DataFrame", recorded: "DataFrame", *pairs: tuple[str, str]) -> str:
-    """Say which ratios of two variants are other ones here than in a record; "" if none is."""
+    """Say which ratios of two variants differ here from those of a record; "" if none does."""
     told = []
     for pair in pairs:
         if {*pair} <= {*here.variant}:

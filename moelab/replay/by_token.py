@@ -14,7 +14,7 @@ from .locality import decode_trace, lru_hit_rate
 
 SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # at most this share of kinds (routes) has one token of its own
+KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds (routes) serves a single token
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
@@ -31,7 +31,7 @@ class TokenRouting:
     kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
     experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
     num_experts: int  # E
-    wanted: np.ndarray  # ``[L]``, the trace's hit rate in the layer that each layer follows
+    wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that each layer follows
     hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
     def route(self, tokens: np.ndarray) -> Trace:
@@ -62,7 +62,7 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
             f"experts in trace and model, got {trace} with {len(tokens)} different tokens up to "
             f"{tokens[-1] if len(tokens) else 'none'}, for a model with {E} experts."
         )
-    layer = np.arange(L) * trace.experts.shape[1] // L  # the trace's layer for each layer
+    layer = np.arange(L) * trace.experts.shape[1] // L  # the trace's layer that each layer follows
     chosen = np.zeros((len(tokens), trace.experts.shape[1], base))
     where = row_of[:, None, None], np.arange(chosen.shape[1])[:, None], trace.experts % base
     np.add.at(chosen, where, 1)
@@ -105,8 +105,8 @@ class Routers:
 
     The first R dimensions of the residual stream hold a code for the token's kind, a row of a
     Hadamard matrix. The embedding writes the code; rows of projections that would write there are
-    zero. A router reads these dimensions only: its weights are the sum over all kinds of wanted
-    logits times code. The trace's token ids must be those of the checkpoint's tokenizer.
+    zero. A router reads these dimensions only: its weights are a sum over all kinds, of a kind's
+    wanted logits times its code. The trace's token ids must be those of the checkpoint's tokenizer.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):

@@ -130,7 +130,7 @@ class Machine:
         return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
-        """Seconds until a prompt's first token, with no expert in memory: at least, and at most.
+        """Seconds from a prompt to the next token, with no expert in memory: at least, and at most.
 
         A prompt is computed in parts of ``plan.prompt_tokens`` tokens. Each part reads the experts
         that no slot kept, during the arithmetic or before it.

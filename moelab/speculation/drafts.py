@@ -19,7 +19,7 @@ Choose = Callable[[mx.array], mx.array]
 
 class Draft(Protocol):
     """Guesses the target's next tokens. The guesses decide the speed. They change the text only
-    where a pass over several positions rounds otherwise than a pass over a single position.
+    where a pass over several positions rounds differently from a pass over one.
 
     A draft serves one sequence, B = 1. A round has three steps: ``propose``; one pass of the target
     over ``[last, *proposed]``; ``extend`` with the pass's accepted tokens, ``last`` first. ``last``

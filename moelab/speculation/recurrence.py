@@ -257,7 +257,7 @@ def recorders(model: nn.Module) -> list[Recorder]:
 
 
 def _contiguous(x):
-    """Copy an array: one of numpy at once, since MLX would copy it only with the next token."""
+    """Copy an array, numpy's at once: MLX would copy it only when it computes the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

@@ -37,7 +37,7 @@ class Served:
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
-    has_states: bool = False  # its caches cannot drop last tokens, so earlier states are kept
+    has_states: bool = False  # its caches cannot drop their last tokens, so states are kept
     is_batchable: bool = False
     context: float = inf  # tokens of a text that memory is planned for
     room: float = inf  # how many texts of ``context`` tokens have caches that fit in memory
@@ -64,7 +64,7 @@ class Ask:
     seed: int | None = None  # None: random numbers of its own
     form: str | None = None  # the text goes on as this grammar says (``grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
-    logprobs: int | None = None  # likeliest tokens told with each token; None: no log probabilities
+    logprobs: int | None = None  # how many likely tokens to tell; None: no log probabilities
     echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``
     num_draft_tokens: int | str = "auto"
     # Where in ``tokens`` another prompt may part from this one, each with mlx-lm's type of cache.

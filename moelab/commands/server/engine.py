@@ -39,7 +39,7 @@ from .text import Stops
 GRACE_S = 2  # the seconds that the thread has to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
 PART = 512  # tokens of a prompt that are read at once while there are other texts
-LATELY_S = 10  # prompts are read so for this many seconds after there were other texts, too
+LATELY_S = 10  # seconds for which prompts are still read so, once there are no other texts
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 
@@ -410,7 +410,7 @@ class Engine:
 
 
 def _tokens(ids, logprobs, most):
-    """Make a ``Token`` of each id [n], with the ``most`` likeliest, by log probabilities [n, V]."""
+    """Make a ``Token`` of each of n ids, with ``most`` likely ones; log probabilities [n, V]."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
     size = min(max(most, 1), logprobs.shape[-1])
     top = mx.argpartition(-logprobs, size - 1, axis=-1)[:, :size]

@@ -136,7 +136,7 @@ def figure(
     above the figure as text; the legend's height is added to ``height``.
     """
     cards = list({str(card): card for card in cards}.values())
-    hosts = {}  # and when they were measured, as the engine changes; versions are in the words
+    hosts = {}  # by host: when it was measured, as the engine changes
     for card in cards:
         of = card or this_card()
         host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
