@@ -95,14 +95,14 @@ class Mac(System):
     # <mach/host_info.h>: HOST_VM_INFO64, and places of its counts of 4 and of 8 bytes. psutil
     # counts files' pages as swapped.
     VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
-    # macOS 27 has more counts, after the old ones. It refuses some questions for the old ones alone
-    # (MIG_ARRAY_TOO_LARGE), as psutil 7.2 asks, and then says how many words it has.
+    # macOS 27 has more counts, after the old counts. It refuses some requests for the old counts
+    # alone (MIG_ARRAY_TOO_LARGE), such as psutil 7.2's, and then says how many words it has.
     TOO_LARGE, MOST_WORDS = -307, 1024
     _words = 38  # of 4 bytes, in revision 1
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
-        """The C library, except ``fcntl``: Python's own knows how C passes optional arguments."""
+        """The C library. (``fcntl`` is Python's, which knows how C passes optional arguments.)"""
         return ctypes.CDLL(None, use_errno=True)
 
     def drop_pages(self, fd):

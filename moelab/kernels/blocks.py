@@ -301,7 +301,7 @@ def turns(dims: int, base: float, scale: float, offset: int, T: int) -> list[np.
 
 
 class Experts(Block):
-    """A block with a softmax router; those of qwen3_next and qwen3_5 have a shared expert."""
+    """A block with a softmax router; in qwen3_next and qwen3_5 it has a shared expert."""
 
     has_cache = False
 

@@ -386,7 +386,7 @@ class _Product(Code):
         return self.b.bitcast(self.b.select(above, bits, least), self.floats)
 
     def _of_group(self, pointer, row, k):
-        """Return the scale (or bias) of each of L words: that of the word's group."""
+        """Return the scale (or bias) of the group of each of L words."""
         each, first = self.L * self.n, self.mul(row, self.groups)
         if self.group >= each:
             groups, at = 1, self.add(first, self.b.udiv(k, I64(self.group // each)))

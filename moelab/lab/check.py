@@ -160,7 +160,7 @@ def _slots_of(model, settings, rows):
 
 
 def _compared(model, p, rows):
-    """Compare streamed texts with resident ones; where not every expert fits, with stacked ones."""
+    """Compare streamed texts with resident texts; where not every expert fits, with ``stacked``."""
     few = max(p.top_k, p.slots // 2)
     ways = p.config, replace(p.config, mode="stacked", slots=few)
     if p.slots == p.num_experts:  # every expert fits: stream the model with fewer slots

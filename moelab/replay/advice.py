@@ -166,7 +166,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
-    """Return the fastest setting; of equal ones, that with the fewest slots or bytes moved."""
+    """Return the fastest setting; of equal ones the one with the fewest slots or bytes moved."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}

@@ -18,8 +18,8 @@ KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds (routes) serves a s
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
-# A router's logits of a token's most and least frequent expert; others in its route lie between,
-# those of all other experts near 0.
+# A router's logits of a token's most and least frequent expert. The logits of the others in its
+# route lie between these, the logits of all other experts near 0.
 LOGITS = (4.0, 3.0)
 SIZES = ("hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size")
 

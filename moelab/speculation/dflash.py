@@ -203,7 +203,7 @@ class DFlashDraft:
         if not n:
             mx.eval([c.state for c in self.cache])
             return mx.array([], mx.uint32)
-        # Always a whole block: the draft was trained so, and more masks cost next to nothing.
+        # Always a whole block, as in the draft's training: more masks cost next to nothing.
         block = mx.array([[last] + [self.model.args.mask_token_id] * (self.block_size - 1)])
         hidden = self.model(self._embed(block), self.cache)
         if (self.cache[0].offset + self.block_size - 1) % KVCache.step < self.block_size:

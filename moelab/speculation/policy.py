@@ -36,10 +36,10 @@ class Policy:
     the i-th draft was accepted once the drafts before it were.
 
     The loss is the time of the rounds with drafts, less the time that their tokens would take
-    without. A round drafts only if the loss so far, plus the round's if nothing is accepted, is
-    within a limit: ``risk`` times the time of the text without drafts (of at least ``horizon``
-    tokens, or ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its
-    double. Numbers of drafts that risk at most half of the limit's rest come first, so a draft that
+    without. A round drafts only if the loss stays within a limit, even if nothing is accepted. The
+    limit is ``risk`` times the time of the text without drafts (of at least ``horizon`` tokens, or
+    ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its double.
+    Numbers of drafts that risk at most half of the limit's rest come first, so a draft that
     begins badly is asked for fewer tokens.
 
     The first pass with a number of drafts allocates memory, records or compiles kernels: on an H200

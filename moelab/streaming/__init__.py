@@ -11,7 +11,7 @@ An expert's bytes go this way, with one module for each step:
 
 Before loading, facts.py asks the model once what it is made of (``ModelFacts``), and plan.py
 chooses the number of slots; room.py gives slots back where memory gets short. handover.py moves the
-routing to the host, on a CUDA GPU by cuda.py. Beside these: config.py (``StreamConfig``), build.py
+routing to the host (CUDA: cuda.py). Beside these: config.py (``StreamConfig``), build.py
 (mlx-lm's model with the top-k and the type that were asked for, and what a new family needs),
 counters.py, fused.py (gate and up in one projection), disk_embedding.py (tables of which a token
 needs a few rows), prefetch.py (guesses), ranks.py (several machines), trace.py and record.py (which

@@ -49,7 +49,7 @@ def build_model(
     found, always = _find_top_k(own, model), 0
     if config.top_k is not None and found is not None:
         holder, key, K = found
-        # Some families keep a shared expert, which every token takes, among the routed ones.
+        # Some families keep a shared expert, which every token takes, among the routed experts.
         always = _most_chosen(checkpoint, model) - K
         changed = dict.fromkeys({key, *holder.keys() & TOP_K_KEYS}, config.top_k)
         if holder is own.get("text_config"):

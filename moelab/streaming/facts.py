@@ -22,8 +22,8 @@ from .residency.bank import slot_nbytes
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
 # Arrays of the hidden size that a layer keeps for a token beside its experts' work: 16 with MLX's
-# kernels, 8 with the fast ones. The fast ones also keep 3 copies of the results of the layer's
-# other matrices.
+# kernels, 8 with the fast kernels. The fast kernels also keep 3 copies of the results of the
+# layer's other matrices.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 

@@ -38,7 +38,7 @@ from .residency.bank import can_empty
 # (tokenizer, libraries' pages, freed memory that is kept, kernels). A process took 88 MB, or 111 MB
 # where it compiled the kernels instead of loading them.
 PROCESS_NBYTES = 110_000_000
-# On CUDA the plan's memory is the GPU's, which does not hold the process. MLX took 70 to 143 MB of
+# On CUDA a plan is for the GPU's memory, and the process is not in it. MLX took 70 to 143 MB of
 # GPU memory beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
@@ -46,8 +46,8 @@ GPU_NBYTES = 160_000_000
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A chunk of a prompt has at least 32 tokens (or the context). Where slots can lend their memory
 # to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere each chunk reads nearly
-# all experts, so it may take a sixteenth of all memory or what 256 tokens need, whichever is more,
-# but no more than half of the memory left for slots.
+# all experts. So it may take a sixteenth of all memory, or what 256 tokens need if that is more,
+# but at most half of the memory left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
@@ -277,8 +277,8 @@ def _beside(draft, facts, config):
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))
-    # Recurrent states are kept for each token of a verify pass until its guesses are accepted or
-    # rejected, and so are the states before the pass.
+    # Until the guesses of a verify pass are accepted or rejected, the recurrent states before the
+    # pass and after each of its tokens are kept.
     states = min(draft.verify_tokens * facts.states_nbytes, STATES_NBYTES) + facts.states_nbytes
     return config, states + grown_nbytes(draft.read_zeros(), config.context)
 

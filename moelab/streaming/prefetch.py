@@ -155,7 +155,7 @@ PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle, "router": Router}
 
 
 def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
-    """The prefetcher that may pay here: a router asked early, on a Mac's GPU the next layer's."""
+    """The prefetcher that may pay here: ``Router``, or ``Lookahead`` on a Mac's GPU."""
     layers, slots = session.layers, session.residency.layers  # no slots: nothing to read into
     if on_cuda() or session.ranks or session.config.source == "host":
         return None

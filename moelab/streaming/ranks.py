@@ -93,7 +93,7 @@ class Ranks:
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
         self._calls = 0  # calls of ``join`` and ``_rows`` so far
-        # The last call's layer, the check words of all ranks, and those of this rank.
+        # The last call's layer, all ranks' check words, and this rank's check words.
         self._checks = None
         # When this rank gives up, after how long a wait, and whether stderr says that it waits.
         self._until, self._patience_s, self._said = None, 0.0, False

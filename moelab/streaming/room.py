@@ -26,8 +26,8 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # this share of the time, and swapping out does too, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
 # A Mac counts the swapped pages of all programs, and slots given back there do not return. So after
-# slots were given back the watch waits this many seconds more: a browser that opens costs a quarter
-# of the slots and no more.
+# slots were given back the watch waits this many seconds more. Then a browser that opens costs only
+# a quarter of the slots.
 SETTLE_S = 5.0
 # Slots that were given back because of swapping are tried again, an eighth at a time, after this
 # many seconds without swapping. If a try makes the system swap again, the wait doubles.
@@ -51,7 +51,7 @@ class Room:
         # ``slots`` remain from now on; fewer are in use while slots lend memory to a prompt.
         self.slots = self._in_use = slots
         self._warned = slots  # the slots that the last warning named
-        self.tokens = 0  # the tokens of the last call, or part of one, that began
+        self.tokens = 0  # tokens of the call, or part of a call, that began last
         self._look_s = 0.0  # when to look at the memory again
         # A GPU's own memory is not swapped. Elsewhere at most ``_most`` slots are kept: fewer while
         # pages are swapped, and all after a long rest.

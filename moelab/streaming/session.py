@@ -68,7 +68,7 @@ class Session:
         self.lock = threading.RLock()  # held during every call of the model
         self._caller = None  # the thread whose call is running
         self._unfinished = False  # set while a call runs, and left set by an exception
-        self._error = None  # the exception of that call, with ranks
+        self._error = None  # with ranks: the exception that ended the call
         self._prompt_tokens = 0  # a prompt's tokens since the last decoded token
         self._caches = []  # caches of the prompt that is being computed
         self._process = os.getpid()

@@ -39,7 +39,7 @@ from .text import Stops
 GRACE_S = 2  # the seconds that the thread has to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
 PART = 512  # tokens of a prompt that are read at once while there are other texts
-LATELY_S = 10  # seconds for which prompts are still read so, once there are no other texts
+LATELY_S = 10  # seconds for which ``PART`` still holds once a text is alone
 SCORED = 128  # tokens whose log probabilities are computed at once
 
 
@@ -62,7 +62,7 @@ class _Text:
 
     @property
     def size(self) -> int:
-        """How many tokens the caches must hold; without a limit, those so far and ``PART`` more."""
+        """How many tokens the caches must hold; without a limit, ``PART`` more than so far."""
         is_open, ended = self.ask.is_open, self.prompt_size + self.ask.max_tokens
         return min(len(self.tokens) + PART, ended) if is_open else ended
 
@@ -138,7 +138,7 @@ class Engine:
             raise self._error
 
     def stop(self) -> None:
-        """End all texts with an error, and then the thread."""
+        """End all texts with an error, then end the thread."""
         self._inbox.put((0, None))
         self.join()
 
@@ -252,7 +252,7 @@ class Engine:
                 self._end(text)
 
     def _fits(self, text):
-        """Whether there is memory for a text's caches beside those of the others."""
+        """Whether there is memory for a text's caches beside the other texts' caches."""
         texts = self._at("reading", "alone", "batch")
         fits = self.served.fits([t.size for t in [*texts, text]])
         return not texts or (len(texts) < self.served.most_texts and fits)

@@ -126,9 +126,9 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         return _line(misses * nbytes, reads)
 
     def beside(variant):
-        """Return the seconds of a byte, those of a call, and how much of the shorter of reads and
+        """Return the seconds of a byte and of a call, and how much of the shorter of reads and
         arithmetic is hidden (0 to 1). If a token takes longer than reads and arithmetic in turn,
-        its bytes get the difference."""
+        the seconds of a byte include the difference."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L

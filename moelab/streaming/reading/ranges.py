@@ -73,7 +73,7 @@ class Ranges:
         return [piece for row in self.table.tolist() for piece in _pieces(row)]
 
     def read_direct(self) -> "Ranges":
-        """Read all ranges past the page cache; return those of which not all bytes were read."""
+        """Read all ranges past the page cache; return the ranges that were not read whole."""
         table = self.direct_table()
         if table is None:
             return self
@@ -90,7 +90,7 @@ class Ranges:
         return table
 
     def read(self, flags: int = 0, arrived: int | None = None) -> "Ranges":
-        """Read all ranges by ``native.read``; return those of which not all bytes were read."""
+        """Read all ranges by ``native.read``; return the ranges that were not read whole."""
         if native.loop() is None:
             return self
         return self[:0] if native.read(self.table, flags, arrived) else self.left(self.table)

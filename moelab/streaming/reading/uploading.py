@@ -1,7 +1,7 @@
 """A reader for a CUDA GPU: threads read into pinned memory, from which the GPU copies (``cuda``).
 
-Two kinds of experts do not take this way but are read into MLX's unified memory: those of which
-some bytes are converted after they have arrived, and those that prefetch threads read.
+Some experts are read into MLX's unified memory instead: experts that are converted after they have
+arrived, and experts that prefetch threads read.
 """
 
 from collections import deque

@@ -93,7 +93,7 @@ class Residency:
         at_once = table.fits(needed) and missing <= layer.most
         if at_once and not missing and not layer.awaited:
             held, _ = layer.choose(needed)
-            # Once all experts are in slots no call waits for its routing: read some more of them.
+            # Read a few missing experts, too: once none is missing no call waits for its routing.
             if some := layer.unread()[: self._top_k]:
                 layer.read(table.choose(some)[1])
             yield Arrived(held, layer.bank, is_all=True)
