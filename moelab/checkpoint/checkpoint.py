@@ -154,7 +154,7 @@ def check_fork() -> None:
 
 
 def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
-    """Return the classes of a model and its arguments; ``auto``: of the library that has them."""
+    """Return the classes of a model and its arguments (``auto``: of the library that has them)."""
     library = vlm.library_of(config) if library == "auto" else library
     return vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
 

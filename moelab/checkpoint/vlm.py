@@ -195,7 +195,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
         mx.disable_compile()
 
     def from_dict(_):
-        own = dict(given)  # a copy, to which some families add the text's part
+        own = dict(given)  # a copy: some families add the text's part to it
         made = library.ModelConfig.from_dict(own)
         return SimpleNamespace(config=update(made, library, own, PARTS))
 

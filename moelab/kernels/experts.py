@@ -182,7 +182,7 @@ class PlacedExperts:
         return _form(found) == self._form
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute ``experts`` at places ``pairs`` of the K, as ``ExpertCall`` does."""
+        """Compute ``experts``, whose places among the K are ``pairs``, as ``ExpertCall`` does."""
         both = self._found[0], self._found[1:]
         for (arguments, i, tasks, of_all), matrices in zip(self._calls, both):
             now = tasks[: len(pairs)]

@@ -49,7 +49,7 @@ class Draft(Protocol):
         """
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Note tokens ``[n]`` that the target has read: parts of the prompt, then each round's.
+        """Note tokens ``[n]`` that the target has read: parts of the prompt, then a round's tokens.
 
         ``features`` ``[n, len(layer_ids) * D]`` are the outputs of these layers for the tokens;
         None without ``layer_ids``. ``extend`` is called also while nothing is drafted: queue the

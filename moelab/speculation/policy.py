@@ -35,8 +35,8 @@ class Policy:
     measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai is how often
     the i-th draft was accepted once the drafts before it were.
 
-    The loss is the time of the rounds with drafts, less the time that their tokens would take
-    without. A round drafts only if the loss stays within a limit, even if nothing is accepted. The
+    The loss is the time of the rounds with drafts, less the time of as many tokens without
+    drafts. A round drafts only if the loss stays within a limit, even if nothing is accepted. The
     limit is ``risk`` times the time of the text without drafts (of at least ``horizon`` tokens, or
     ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its double.
     Numbers of drafts that risk at most half of the limit's rest come first, so a draft that
