@@ -3,7 +3,7 @@
 A request goes down and its answer comes up:
 
     http          limits, errors, hang-ups; one route for each dialect
-    completions, agents     the dialects; a new one is a ``Dialect`` and a row of http.DIALECTS
+    completions, agents     the dialects; a new one is a ``requests.Dialect`` in ``http.DIALECTS``
     requests      a checked request becomes one ``Ask`` for each text to write
     template      messages become tokens
     grammar       the form of an answer that a request asks for, as masks of logits
