@@ -16,7 +16,7 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up (or both in one)
 class FastExperts:
     """The experts of one layer; ``forward`` computes them with numpy's arrays."""
 
-    # If ``expecting``, ``expect`` gets each token's likeliest experts before attention.
+    # If ``expecting``, ``expect`` gets each token's ``expects`` likeliest experts before attention.
     expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:

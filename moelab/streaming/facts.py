@@ -57,7 +57,7 @@ class ModelFacts:
     states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
     token_logits_nbytes: int = 0  # logits of one token, if all logits of a prompt are computed
-    logits_nbytes: int = 0  # otherwise those of ``FEW_TOKENS`` tokens, beside ``token_nbytes``
+    logits_nbytes: int = 0  # otherwise the logits of ``FEW_TOKENS`` tokens
 
     @classmethod
     def of(

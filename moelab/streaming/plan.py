@@ -101,8 +101,8 @@ class Plan:
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this takes a CPU, more
     # than K slots, no ``memory_nbytes`` from the caller, and a small page cache. It is small if it
-    # has room for less than twice the experts in slots (with a slot for every expert: for less than
-    # once). It would hold much the same experts as the slots, and a copy takes a core's time.
+    # has room for less than twice the experts in slots or, if every expert has a slot, for fewer
+    # than all. It holds much the same experts as the slots, and a copy takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 

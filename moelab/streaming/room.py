@@ -126,14 +126,14 @@ class Room:
         """Set how many slots there are from now on, if ``fitting`` fit; warn if they get fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
-        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that they can stay
+        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # new slots have to stay
         fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         warned = kept if kept > slots else self._warned
         self.slots, self._warned = kept, warned
-        if not warned or fitting >= warned - warned // 8:  # warn again after an eighth
+        if not warned or fitting >= warned - warned // 8:  # warn again after each eighth
             return
-        self._warned = kept if fitting >= kept else 0  # 0: the last warning
+        self._warned = kept if fitting >= kept else 0  # 0: this was the last warning
         missing = (warned - fitting) * slot_nbytes
         what = f"slots {warned} -> {kept}" if kept < warned else f"no more than {kept} slots left"
         warnings.warn(

@@ -410,7 +410,7 @@ class Engine:
 
 
 def _tokens(ids, logprobs, most):
-    """Make a ``Token`` of each of n ids, with ``most`` likely ones; log probabilities [n, V]."""
+    """Make a ``Token`` of each id [n], with ``most`` alternatives, by log probabilities [n, V]."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
     size = min(max(most, 1), logprobs.shape[-1])
     top = mx.argpartition(-logprobs, size - 1, axis=-1)[:, :size]

@@ -13,7 +13,7 @@ A layer that waits for experts calls ``Reader.start`` and ``finish``. Reads that
 waits for yet begin with ``start_ahead``; their threads let the other reads go first.
 
 A read by native code that fails or comes back short is tried once more with ``preadv``. It fails
-if it still comes back short, or if its file has changed. ``ReadError`` names the file and,
+if that fails or comes back short too, or if its file has changed. ``ReadError`` names the file and,
 unless the file has changed, tensor, expert and offset. The call of the layer raises the error.
 Where only the GPU waits for the reads, the next layer's call raises it, or the end of the model's
 call. A read ahead that fails raises nothing: the layer reads again. ``SlotTable.commit`` is not
