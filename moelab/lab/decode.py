@@ -34,7 +34,6 @@ class Decoded:
     tokens: list[int]  # decoded: the first after the prompt, the warm-up, the timed ones
     prefill_s: float  # seconds of the prompt and of the token after it
     decode_s: float  # seconds of the timed tokens together
-    step_s: list[float]  # seconds of each timed token; with a draft, of each timed round
     counters: Counters | None  # of the timed tokens; None without ``moelab.load``
     decode_tokens: int = 0  # how many tokens were timed
     # Of each timed round with a draft: tokens drafted and accepted, seconds of draft and pass.
@@ -146,7 +145,7 @@ def _timed(
     model, rounds, tokens, warmup, before_prompt=None, before_clock=None, before_token=None
 ) -> Decoded:
     """Time rounds; each yields its tokens and, with a draft, the draft's counts."""
-    out, step_s, told, first = [], [], [], None
+    out, decode_s, told, first = [], 0.0, [], None
     if ours := is_loaded(model):
         stats(model, reset=True)
     if before_prompt:
@@ -159,7 +158,7 @@ def _timed(
                 prefill_s = took_s
             out += made
             if first is not None:
-                step_s.append(took_s)
+                decode_s += took_s
                 told.append(drafted)
             elif len(out) > warmup:
                 first = len(out)
@@ -178,8 +177,7 @@ def _timed(
     return Decoded(
         tokens=out,
         prefill_s=prefill_s,
-        decode_s=sum(step_s),
-        step_s=np.round(step_s, 7).tolist(),
+        decode_s=decode_s,
         counters=counters,
         decode_tokens=len(out) - first,
         rounds=[drafted for drafted in told if drafted],

@@ -1,9 +1,10 @@
 """Records: measurements that are kept as JSON and read as tables; also published figures.
 
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
-load, settings) and flat ``rows``, one a sample. ``interleave`` measures a record, ``read`` reads it
-as a table, ``group`` and ``ratios`` summarize a table, ``together`` joins several, ``save`` writes
-one as a record. A record with ``trial`` in its header is read but decides no claim. Each header of
+load, settings) and flat ``rows``, one a sample. In the file each different list of tokens stands
+once, in ``texts``, and rows have its number. ``interleave`` measures a record, ``read`` reads it as
+a table, ``group`` and ``ratios`` summarize a table, ``together`` joins several, ``save`` writes one
+as a record. A record with ``trial`` in its header is read but decides no claim. Each header of
 ``data/results`` says what the record shows and how ``data/recipes/records.py`` makes it.
 """
 
@@ -62,12 +63,14 @@ def pandas() -> ModuleType:
 
 def table(record: dict[str, Any]) -> "DataFrame":
     """Turn a record into a table: a row a sample, the header in ``attrs``, ``COMPUTED`` added."""
-    out = pandas().DataFrame(record["rows"])
+    out, texts = pandas().DataFrame(record["rows"]), record.get("texts")
+    if texts:
+        out["tokens"] = out.tokens.map(lambda i: texts[int(i)], na_action="ignore")
     out["killed"] = out.killed.eq(True) if "killed" in out else False
     for name, expression in COMPUTED.items():
         with suppress(NameError):  # rows lack a column; pandas' own eval would take 10 ms
             out[name] = eval(expression, {}, out)
-    out.attrs = {k: v for k, v in record.items() if k != "rows"}
+    out.attrs = {k: v for k, v in record.items() if k not in ("rows", "texts")}
     return out
 
 
@@ -389,11 +392,18 @@ def write(path: str | Path, record: dict[str, Any]) -> None:
     """Write a record as JSON, a row a line; the old file stays until the new one is whole."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ",\n  ".join(json.dumps(row, default=_plain) for row in record["rows"])
-    header = {k: v for k, v in record.items() if k != "rows"}
+    rows, texts = [], {json.dumps(text): i for i, text in enumerate(record.get("texts", []))}
+    for row in record["rows"]:
+        if isinstance(row.get("tokens"), list):
+            row = row | {"tokens": texts.setdefault(json.dumps(row["tokens"]), len(texts))}
+        rows.append(json.dumps(row, default=_plain))
+    header = {k: v for k, v in record.items() if k not in ("rows", "texts")}
     text = json.dumps(header, indent=1, default=_plain).removesuffix("\n}")
+    for name, items in (("texts", texts), ("rows", rows)):
+        if items or name == "rows":
+            text += f',\n "{name}": [\n  ' + ",\n  ".join(items) + "\n ]"
     with written(path) as beside:
-        beside.write_text(f'{text},\n "rows": [\n  {rows}\n ]\n}}\n')
+        beside.write_text(text + "\n}\n")
 
 
 def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = None) -> None:
