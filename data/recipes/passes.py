@@ -1,8 +1,6 @@
 """Time passes over several positions, resident and streamed; notebook 07 does so on tiny-moe.
 
-    python data/recipes/passes.py OUT.json MODEL SLOTS...
-
-On CUDA, passes are timed with moelab's kernel of the recurrence and with mlx-lm's loop over tokens.
+python data/recipes/passes.py OUT.json MODEL SLOTS...
 """
 
 import sys
@@ -16,7 +14,6 @@ from moelab import StreamConfig, close, load, stats
 from moelab.lab import records
 from moelab.lab.models import folder
 from moelab.lab.texts import heldout_ids
-from moelab.speculation import gated_delta_cuda
 from moelab.speculation.rollback import Rollback
 
 POSITIONS = (1, 2, 4, 8, 16, 17)  # 17: one token and 16 drafts
@@ -67,18 +64,11 @@ def main(out, model, *slots):
     configs = {"resident": StreamConfig(mode="resident")}
     configs |= {f"{n} slots": StreamConfig(slots=int(n)) for n in slots}
     models = {name: load(model, config)[0] for name, config in configs.items()}
-    ids, fits, made = heldout_ids(folder(model), [512], 1)[0], gated_delta_cuda.fits, {}
-    on_cuda = {", kernel": fits, ", loop": lambda **_: False}
     try:
-        for recurrence, use in on_cuda.items() if mx.cuda.is_available() else [("", fits)]:
-            gated_delta_cuda.fits = use
-            made[recurrence] = passes({n + recurrence: one for n, one in models.items()}, ids)
+        samples = passes(models, heldout_ids(folder(model), [512], 1)[0])
     finally:
-        gated_delta_cuda.fits = fits
         for loaded in models.values():
             close(loaded)
-    samples = records.together(made).drop(columns="source")
-    samples.attrs = samples.attrs.pop("headers")[0]
     samples.attrs["settings"] |= {"model": folder(model).name, "cache_state": "warm"}
     found = records.group(samples, "pass_s", ["model", "positions"])
     records.print_and_save((found * 1e3).round(2).to_string(), samples, out)

@@ -1,7 +1,6 @@
 """Run programs that people use instead of moelab beside it, from PyPI, in build/peers.
 
     python data/recipes/peers.py install            fetches and builds the peers (``make peers``)
-    python data/recipes/peers.py same OUT.json      tiny-moe's greedy texts, written by each peer
     python data/recipes/peers.py against OUT.json MODEL TEXT RUNS [WORD ...]
 
 llama.cpp maps a GGUF file of the same weights into memory. mlx-vlm reads experts from a folder that
@@ -13,7 +12,6 @@ page cache before each run. TEXT is a trace's file, whose tokens the peers read 
 lengths of prompts (``126,400,800``). A WORD is
 
 - a memory limit of the process in MB, page cache included (Linux). 0, the default, is none;
-  ``1530-956`` falls by 200 MB a second while tokens are read;
 - a peer, with options behind slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
   ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
@@ -35,9 +33,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import product, takewhile
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -49,10 +46,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from moelab import DATA, StreamConfig, load
 from moelab.lab import limit, oscache, records
 from moelab.lab.arguments import parse_modes
-from moelab.lab.decode import read_all_but_last, same_tokens
+from moelab.lab.decode import read_all_but_last
 from moelab.lab.machine import card
 from moelab.lab.models import folder
-from moelab.lab.texts import heldout_ids, spaced_prompts
+from moelab.lab.texts import heldout_ids
 from moelab.lab.variants import texts_of
 
 WORK = DATA.parent / "build" / "peers"
@@ -197,23 +194,10 @@ class _Override(ctypes.Structure):
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
 
-def texts_here(peer, path, prompts, tokens):
-    """Write a peer's greedy text behind each prompt, in this (new) process."""
-    begin = opened(peer, path, max(map(len, prompts)) + tokens)
-    out = []
-    for ids in prompts:
-        read, text = begin(), []
-        for _ in range(tokens):
-            text.append(int(read(text[-1:] or ids).argmax()))
-        out.append(text)
-    return out
-
-
-def sample_here(peer, path, ids, feed, warmup, tokens, limits, seconds, options):
+def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
     """Make one run of ``against`` in this (new) process and return its columns.
 
-    ``seconds``: the most that warm-up takes, and the most that is timed. With two ``limits`` the
-    memory limit falls from the first to the second. Then the last ``tokens`` are timed, too.
+    ``seconds``: the most that warm-up takes, and the most that is timed.
     """
     read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []
 
@@ -234,56 +218,16 @@ def sample_here(peer, path, ids, feed, warmup, tokens, limits, seconds, options)
     row = {"prompt_tokens": len(ids), "prefill_s": prefill_s, "warmup_tokens": warmup}
     row |= {"decode_tokens": len(took), "decode_s": sum(took)}
     row |= {} if before is None else {"disk_nbytes": oscache.disk_read_nbytes() - before}
-    if len(limits) == 2:
-        with ThreadPoolExecutor(1) as pool:
-            falling = pool.submit(_fall, *limits)
-            between = one_by_one[warmup + tokens : -tokens]
-            falling_s = timed(takewhile(lambda _: not falling.done(), between))
-            falling.result()  # raises the error if the limit could not fall
-        row |= {"falling_s": falling_s, "fallen_s": timed(one_by_one[-tokens:])}
-        row |= {"fallen_tok_s": tokens / sum(row["fallen_s"])}
     return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
-
-
-def _fall(first, last):
-    for nbytes in range(first, last, -10_000_000):
-        limit.lower(nbytes)
-        time.sleep(0.05)
-    limit.lower(last)
 
 
 # The records
 
 
-def same(prompts=20, tokens=100, length=64):
-    """Compare greedy texts of tiny-moe by each peer with mlx-lm's.
-
-    llama.cpp rounds activations to 8 bits, so its text parts from mlx-lm's where two tokens are
-    almost equally likely: ``gap`` is their logits' distance in standard deviations.
-    """
-    path = DATA / "models" / "tiny-moe"
-    texts, read = spaced_prompts(path, "code", length, prompts), files(path)
-    settings = {"model": path.name, "prompt_tokens": length, "tokens": tokens}
-    running = records.Running("peers same", settings | {"versions": versions()})
-    made = {
-        peer: limit.call(texts_here, peer, str(read[peer]), texts, tokens, what=peer)[0]
-        for peer in (MLX_LM, MOELAB, LLAMA_CPP, MLX_VLM)
-    }
-    begin, rows = opened(MLX_LM, str(path), length + tokens), []
-    for peer, written in made.items():
-        for i, (ids, text, theirs) in enumerate(zip(texts, made[MLX_LM], written)):
-            n = same_tokens(text, theirs)
-            rows.append({"variant": peer, "round": i, "tokens": theirs, "same_tokens": n})
-            if n < tokens:
-                logits = begin()([*ids, *text[:n]])
-                rows[-1]["gap"] = float((logits[text[n]] - logits[theirs[n]]) / logits.std())
-    return running.table(rows)
-
-
 def against(
     path,
     text,
-    limits=((),),
+    limits=(None,),
     runs=5,
     tokens=32,
     warmup=32,
@@ -294,14 +238,13 @@ def against(
 ):
     """Read the same text with each peer under each limit; a row is a run.
 
-    ``text`` is a trace's file, or lengths of prompts. A limit has the bytes of a run's process,
-    page cache included, and perhaps the bytes to which these fall. An empty limit is none.
-    ``seconds`` of warm-up or of timed tokens end them early; 0: they do not.
+    ``text`` is a trace's file, or lengths of prompts. A limit is the bytes of a run's process, page
+    cache included, or None. ``seconds`` of warm-up or of timed tokens end them early; 0: they do
+    not.
     """
     path, ways = folder(path), (*ways, REPACKED) if repacked else ways
     if isinstance(text, str | Path):
-        more = 256 + tokens if any(len(given) == 2 for given in limits) else 0
-        ids, behind = texts_of(text, warmup + tokens + more, path)
+        ids, behind = texts_of(text, warmup + tokens, path)
         texts, feed = {"": (ids[-prompt:], behind, warmup, tokens)}, Path(text).name
     else:
         prompts, feed = heldout_ids(path, text, len(text)), None
@@ -309,9 +252,9 @@ def against(
     opened = {given: way(given) for given in ways}
     read = files(path, [peer for peer, _ in opened.values()]) | {REPACKED: Path(repacked)}
 
-    def run(given, text, limits, _):
-        (peer, options), told = opened[given], dict(zip(("limit_nbytes", "lowered_nbytes"), limits))
-        file, nbytes = read.get(given, read[peer]), told.get("limit_nbytes")
+    def run(given, text, nbytes, _):
+        (peer, options), told = opened[given], {"limit_nbytes": nbytes} if nbytes else {}
+        file = read.get(given, read[peer])
         parts = [file] if file.is_file() else sorted(file.rglob("*.safetensors"))
         for part in parts:
             oscache.drop_pages(part)
@@ -321,17 +264,15 @@ def against(
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
             # Half is for experts, the other half for buffers and the page cache.
             options = {"expert_cache_gb": max(0, nbytes - others) / 2e9}
-        arguments = peer, str(file), *text, limits, seconds, options
+        arguments = peer, str(file), *text, seconds, options
         made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)
         told |= {"peer": given, "file_nbytes": sum(p.stat().st_size for p in parts)}
         return (made or {}) | told | {"limited_by": done.how, "killed": done.killed}
 
-    def words(nbytes):
-        return " to ".join(f"{n / 1e6:.0f} MB" for n in nbytes) or "no limit"
-
     variants = {
-        f"{given}, {words(nbytes)}{name}": partial(run, given, text, nbytes)
+        f"{given}, {memory}{name}": partial(run, given, text, nbytes)
         for nbytes, (name, text), given in product(limits, texts.items(), ways)
+        for memory in [f"{nbytes / 1e6:.0f} MB" if nbytes else "no limit"]
     }
     settings = {"model": path.name, "tokens": tokens, "warmup_tokens": warmup, "most_s": seconds}
     settings |= {"feed": feed, "cache_state": "cold", "versions": versions()}
@@ -373,8 +314,6 @@ def main(work, *words):
     if work == "install":
         return install()
     out, *words = words
-    if work == "same":
-        return records.print_and_save("", same(), out)
     path, text, runs, *words = words
     counts, limits, ways = {}, [], []
     for word in words:
@@ -384,10 +323,10 @@ def main(work, *words):
             name, _, value = word.partition("=")
             counts[name] = value if name == "repacked" else int(value)
         else:
-            limits.append([int(n) * 1_000_000 for n in word.split("-") if int(n)])
+            limits.append(int(word) * 1_000_000 or None)
     if text.replace(",", "").isdigit():
         text = [int(n) for n in text.split(",")]
-    made = against(path, text, limits or [[]], int(runs), ways=ways or NAMES, **counts)
+    made = against(path, text, limits or [None], int(runs), ways=ways or NAMES, **counts)
     column = "tok_s" if isinstance(text, str) else "prefill_s"
     records.print_and_save(records.group(made, column).round(2).to_string(), made, out)
 

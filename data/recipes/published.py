@@ -1,11 +1,11 @@
 """Compare speeds that others publish, and our own, with what the planner predicts.
 
-    python data/recipes/published.py OUT.json
-    python data/recipes/published.py OUT.json pairs    settings of one machine, and the one planned
-    python data/recipes/published.py OUT.json macs     plans for Macs, which the README shows
-    python data/recipes/published.py OUT.json own      ours, planned with costs of the same machine
+    python data/recipes/published.py
+    python data/recipes/published.py pairs    settings of one machine, and the one planned
+    python data/recipes/published.py macs     plans for Macs, which the README shows
+    python data/recipes/published.py own      ours, planned with costs of the same machine
 
-Nothing is measured: the records are computed.
+Nothing is measured: the tables are computed and printed.
 
 The rows are those of ``data/published.csv``. Before anything was fitted (by ``fit`` and
 ``fit_zipf`` of this file at 6fe0031), three things were fixed: which rows count (``why_not``), on
@@ -218,14 +218,7 @@ def predicted():
     """Return the rows that count, with their predictions."""
     table = rows()
     table = table[table.why_not == ""]
-    found = [predict(row) for _, row in table.iterrows()]
-    speeds = np.array([r.tok_s for r in found])
-    return table.assign(
-        predicted_tok_s=speeds,
-        factor=factor(speeds, table.tok_s),
-        predicted_hit_rate=[r.app_hit_rate for r in found],
-        replay=found,
-    )
+    return table.assign(predicted_tok_s=[predict(row).tok_s for _, row in table.iterrows()])
 
 
 # Settings of rows that are alike in these columns are compared.
@@ -314,26 +307,19 @@ def macs():
 
 
 def pairs():
-    """Return what ``by_group`` says of ``settings`` in words, and the settings."""
-    table = settings()
-    found = by_group(table)
+    """Say what ``by_group`` finds in ``settings``."""
+    found = by_group(settings())
     costs = found.melt("side", ["planned", "planned_before"], "plan", "best over planned")
     costs = costs.groupby(["side", "plan"])["best over planned"].agg(["count", "median", "max"])
     right = found.groupby("side")[["pairs", "right"]].sum()
-    text = "\n\n".join(t.round(2).to_string() for t in (found, costs, right))
-    return text, table.rename(columns={"group": "variant"})
+    return "\n\n".join(t.round(2).to_string() for t in (found, costs, right))
 
 
 def speeds():
-    """Return how far off the predictions are in words, and the rows with their predictions."""
-    table = predicted()
-    sources = by_source(table)
+    """Say how far off the predictions are."""
+    sources = by_source(predicted())
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
-    text += f"\nwith the engine known: {reached(sources, 'engine_known')}"
-    table = table.rename(columns={"tok_s": "published_tok_s", "group": "variant"})
-    kept = ["source", "variant", "side", "model", "bits", "machine", "ram_gb", "ssd_gb_s", "method"]
-    kept += ["top_k", "slots_or_cache", "held_gb", "hit_rate", "published_tok_s"]
-    return text, table[[*kept, "predicted_tok_s", "predicted_hit_rate", "factor"]]
+    return f"{text}\nwith the engine known: {reached(sources, 'engine_known')}"
 
 
 # Our own speeds: where, the record of costs, the record of speeds, the number of layers.
@@ -342,7 +328,6 @@ OWN = (
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_1530", 4),
     ("2 cores, 40 layers", "cpu_costs_35b_full", "cpu_slots_35b_full", 40),
-    ("H100, 4 layers", "cuda_costs_35b", "cuda_host_routed_35b", 4),
 )
 FULL_VOCABULARY = 248_320
 
@@ -354,26 +339,18 @@ def own():
         plan, found = page_cache.machine_and_model(records.read(costs))
         samples = records.read(speeds)
         # If a record does not say how to read, the engine chose.
-        usual = {"direct": found.reads_direct, "limit_nbytes": float("inf")}
-        samples = samples.assign(**{n: v for n, v in usual.items() if n not in samples})
+        samples = samples if "direct" in samples else samples.assign(direct=found.reads_direct)
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
         for one in page_cache.replayed(page_cache.told(samples), plan, found, trace).itertuples():
-            memory = f"{one.limit_mb / 1e3:.2g} GB" if one.limit_mb < float("inf") else "no limit"
-            variant = f"{memory}, {one.slots} slots, {one.reads}"
+            variant = f"{one.limit_mb / 1e3:.2g} GB, {one.slots} slots, {one.reads}"
             rows.append((where, variant, 1e3 / one.ms, 1e3 / one.replayed_ms))
     out = pd.DataFrame(rows, columns=["where", "variant", "measured_tok_s", "planned_tok_s"])
     return out.assign(factor=factor(out.planned_tok_s, out.measured_tok_s))
 
 
-def main(out, what="speeds"):
-    settings = {"goals": GOALS, "tokens": TOKENS}
-    if what == "own":
-        settings = {"records": [speeds for _, _, speeds, _ in OWN]}
-    running = records.Running("published", settings)
+def main(what="speeds"):
     found = {"speeds": speeds, "pairs": pairs, "macs": macs, "own": own}[what]()
-    text, table = found if isinstance(found, tuple) else (found.round(2).to_string(), found)
-    load = running.record([])["load"]  # other processes do not disturb a computed table
-    records.print_and_save(text, running.table(table.to_dict("records"), load=load), out)
+    print(found if isinstance(found, str) else found.round(2).to_string())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import published
+
 from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
 from moelab.lab.records import DISTURBED, as_json, drift, paired, read, same_tokens, span, values
 
@@ -48,7 +50,7 @@ def table(head, *rows):
 
 def planned():
     """Write the block of plans for Macs."""
-    plans = read("cpu_planned_macs")
+    plans = published.macs()
     macs = plans.variant.unique()
 
     def cell(plan):
@@ -63,7 +65,7 @@ def planned():
 
 In brackets: the share of the experts that is in memory. The speeds are likely within a factor of
 {FORMULA_SPREAD}: {FORMULA_NEAR}
-([record](data/results/cpu_planned_macs.json)).
+([12](notebooks/12_your_machine.ipynb)).
 """
 
 

@@ -25,7 +25,6 @@ class Costs:
     direct_call_s: float = 0.0  # the fixed part of a layer's reads past the page cache
     direct_overlap: float = 0.0  # ``overlap`` for reads past the page cache
     held_fixed_s: float = nan  # ``fixed_s`` with every expert in a slot; nan: not measured
-    host_s_per_byte: float = nan  # a byte that a GPU copies from the host's memory; nan: no GPU
     prompt_token_s: float = nan  # a token in a prompt computed at once, without reads; nan: unknown
 
     @property
@@ -46,27 +45,14 @@ class Costs:
             overlap=self.direct_overlap,
         )
 
-    def all_warm(self) -> "Costs":
-        """The costs if every read comes from the page cache."""
-        return replace(self, cold_s_per_byte=self.warm_s_per_byte, cold_call_s=self.warm_call_s)
-
-    def without_reads(self, byte_s: float = 0.0) -> "Costs":
-        """The costs if no read is waited for. A missed byte takes ``byte_s``; 0: none is missed."""
+    def without_reads(self) -> "Costs":
+        """The costs if no expert is missed."""
         fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
         return replace(
             self,
-            **{"fixed_s": fixed_s, "warm_s_per_byte": byte_s, "cold_s_per_byte": byte_s},
+            **{"fixed_s": fixed_s, "warm_s_per_byte": 0.0, "cold_s_per_byte": 0.0},
             **{"direct_s_per_byte": nan, "warm_call_s": 0.0, "cold_call_s": 0.0, "overlap": 0.0},
         )
-
-    def from_host(self) -> "Costs":
-        """The costs if a GPU copies every expert that it misses from the host's memory."""
-        if isnan(self.host_s_per_byte):
-            raise ValueError(
-                "source=host: expected costs of copies from the host's memory, got none. Measure "
-                "them on a CUDA GPU with memory for every expert."
-            )
-        return self.without_reads(self.host_s_per_byte)
 
     def without_arithmetic(self) -> "Costs":
         """The costs of the same reads on a device that computes in no time."""

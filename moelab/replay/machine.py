@@ -31,7 +31,7 @@ DISK_SHARE = 0.8
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # A token of a prompt that a CPU computes at once takes this share of a decoded token's arithmetic
-# (data/results/cpu_prompt_35b.json).
+# (26 November, two cores of a Xeon).
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
 # The k-th most popular expert of a layer is chosen in proportion to ``k ** -ZIPF``, whatever the

@@ -200,7 +200,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
         costs = cost.measure_costs(moe)
         monkeypatch.undo()
         assert ("other programs used 1.5 cores" in capsys.readouterr().err) is disturbed
-        unknown = {"host_s_per_byte"} | (set() if costs.reads_direct else {"direct_s_per_byte"})
+        unknown = set() if costs.reads_direct else {"direct_s_per_byte"}
         assert all(0 <= s < np.inf for name, s in vars(costs).items() if name not in unknown)
         assert costs.warm_s_per_byte > 0 and costs.cold_s_per_byte > 0 and costs.overlap <= 1
         counts = records.table(record).groupby(["what", "variant"]).misses.unique().map(set)
@@ -215,7 +215,7 @@ def test_costs_follow_from_the_samples():
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}
     cold = {"cold_call_s": 1e-4, "cold_s_per_byte": 1e-5, "overlap": 0.5}
     direct = {"direct_call_s": 2e-5, "direct_s_per_byte": 9e-6, "direct_overlap": 0.25}
-    want = Costs(**own, **warm, **cold, **direct, host_s_per_byte=1e-6)
+    want = Costs(**own, **warm, **cold, **direct)
     experts_s, rows = K * want.expert_s, [("expert", "slots", 0, want.expert_s)]
     for way, known in {cost.PAGES: warm, cost.DISK: cold, cost.DIRECT: direct}.items():
         call_s, byte_s, *hidden = known.values()
@@ -227,11 +227,9 @@ def test_costs_follow_from_the_samples():
     held_s, prompt_s = want.held_fixed_s + L * experts_s, cost.PROMPT * want.prompt_token_s
     rows += [("token", "slots", 0, hit_s), ("token", cost.OWN, 0, want.fixed_s + L * experts_s)]
     rows += [("token", cost.HELD, 0, held_s), ("prompt", cost.HELD, 0, prompt_s)]
-    rows += [("token", cost.HOST, m, held_s + L * nbytes * 1e-6) for m in (0.5, 1.5)]
     names = "what", "variant", "misses", "seconds"
     record = {"settings": {"L": L, "K": K, "expert_nbytes": nbytes}}
     record["rows"] = [dict(zip(names, row)) for row in rows]
     assert vars(cost.costs_of(record)) == pytest.approx(vars(want))
-    record["rows"] = [r for r in record["rows"] if r["variant"] not in (cost.DIRECT, cost.HOST)]
-    without = cost.costs_of(record)
-    assert not without.reads_direct and np.isnan(without.host_s_per_byte)
+    record["rows"] = [r for r in record["rows"] if r["variant"] != cost.DIRECT]
+    assert not cost.costs_of(record).reads_direct

@@ -138,22 +138,10 @@ def test_peers_read_the_text_of_the_bench_and_say_its_tokens():
         assert set(made[column]) == set(ours[column])
 
 
-def test_the_records_are_predicted_now_and_a_plan_takes_a_setting_that_does_not_swap():
-    record = records.read("cpu_planned_published")
-    table = published.rows()
-    table = table[table.why_not == ""]
-    assert len(record) == len(table) and (record.published_tok_s == table.tok_s.to_numpy()).all()
-    row = table.assign(record=record.predicted_tok_s.to_numpy()).iloc[0]
-    assert published.predict(row).tok_s == pytest.approx(row.record, rel=1e-3)
-    # Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long.
-    record = records.read("cpu_planned_pairs")
-    now = published.settings(("qwisp", "Godwit"))
-    known = record[record.variant.isin(now.group)]
-    for column in ("slots", "planned", "best_over", "predicted_tok_s"):
-        assert known[column].tolist() == pytest.approx(now[column].tolist(), rel=1e-3)
-    assert now[now.planned].best_over.max() < 1.15 and now.best_over.max() > 10
-    cost = record[record.planned].groupby(["side", "set"]).best_over.max()
-    assert cost.groupby("side").median().max() <= 1.15 and cost["fit"].max() <= 2
+def test_a_plan_takes_a_setting_that_does_not_swap():
+    """Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long."""
+    found = published.settings(("qwisp", "Godwit"))
+    assert found[found.planned].best_over.max() < 1.15 and found.best_over.max() > 10
 
 
 def test_machines_that_no_table_has():

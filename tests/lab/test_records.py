@@ -258,19 +258,17 @@ def test_a_record_changed_by_hand_changes_its_verdict(tmp_path):
     """The seconds of one variant of a shipped record are doubled, as a wrong edit would."""
     (made,) = (c for c in claims.read() if c["id"] == "C2")
     assert claims.judge(made)[0].verdict == "confirmed"
-    text, ahead = json.dumps(made), "next token scheduled ahead"
-    for name in ("cpu_loops_tiny_moe", "cuda_loops_35b"):
-        samples, file = records.read(name), tmp_path / f"{name}.json"
-        seconds = [c for c in samples if c.endswith(("seconds", "_s"))]
-        samples.loc[samples.variant == ahead, seconds] *= 2
-        records.save(file, samples)
-        text = text.replace(f'\\"{name}\\"', f'\\"{file}\\"')
+    name, ahead, file = "cuda_loops_35b", "next token scheduled ahead", tmp_path / "r.json"
+    samples = records.read(name)
+    seconds = [c for c in samples if c.endswith(("seconds", "_s"))]
+    samples.loc[samples.variant == ahead, seconds] *= 2
+    records.save(file, samples)
+    text = json.dumps(made).replace(f'\\"{name}\\"', f'\\"{file}\\"')
     assert claims.judge(json.loads(text))[0].verdict == "refuted"
     (other,) = claims.judge(json.loads(text.replace(ahead, "none")))
     assert other.verdict == "open" and " in the record" in other.because
-    for file in tmp_path.iterdir():  # a trial decides nothing
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"trial": "few runs"}))
-    (trial,) = claims.judge(json.loads(text))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trial": "few runs"}))
+    (trial,) = claims.judge(json.loads(text))  # a trial decides nothing
     assert trial.verdict == "open" and "is a trial" in trial.because
 
 

@@ -37,9 +37,9 @@ SAMPLES = 24  # samples of each kind in a record
 PROMPT = 128  # tokens of a prompt that is computed at once
 # Variants of a record: where a layer's misses come from; OWN: a token that the model routes itself.
 PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own routing"
-# Tokens that need no read: every expert is in a slot, or in the host's memory. Such tokens are
-# measured only for models whose experts take fewer bytes than HELD_NBYTES.
-HELD, HOST, HELD_NBYTES = "all in slots", "host's memory", 4e9
+# Tokens that need no read are measured only for models whose experts take fewer bytes than
+# HELD_NBYTES.
+HELD, HELD_NBYTES = "all in slots", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = None) -> Costs:
@@ -97,8 +97,8 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
                 add("token", variant, most, _time_tokens(of, need))
         add("expert", "slots", 0, _expert_s(model, made(1, 2)[0, 0], tokens))
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
-        for what, variant, misses, seconds in _time_without_waits(path, config, tokens, E):
-            add(what, variant, misses, [seconds])
+        for what, seconds in _time_without_reads(path, config, tokens, E):
+            add(what, HELD, 0, [seconds])
     bar.close()
     return running.record(rows)
 
@@ -144,10 +144,6 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         held_s = medians["token", HELD, 0]
         known["held_fixed_s"] = min(fixed_s, float(max(0.0, held_s - L * experts_s)))
         known["prompt_token_s"] = float(medians["prompt", HELD, 0]) / PROMPT
-    misses, host = by_misses("token", HOST)
-    if host.size:
-        missed = misses.mean() * L * nbytes
-        known["host_s_per_byte"] = float(max(0.0, np.median(host) - held_s) / missed)
     known |= dict(zip(("warm_s_per_byte", "warm_call_s"), line(PAGES)))
     known |= dict(zip(("cold_s_per_byte", "cold_call_s", "overlap"), beside(DISK)))
     return Costs(fixed_s=fixed_s, expert_s=expert_s, **known)
@@ -219,24 +215,17 @@ def _repeat_token(model, num):
     return seconds[min(DISCARDED, num - 1) :]
 
 
-def _time_without_waits(path, config, tokens, E):
-    """Yield ``what``, ``variant``, ``misses``, ``seconds`` of tokens that wait for no routing."""
-    ways = {HELD: {"slots": E}}
-    if mx.cuda.is_available():
-        ways[HOST] = {"source": "host"}
+def _time_without_reads(path, config, tokens, E):
+    """Yield ``what`` and ``seconds`` of tokens and a prompt with every expert in a slot."""
     ids = np.arange(PROMPT + 1 + tokens + DISCARDED) % 64
     prompt, fed = ids[: PROMPT + 1].tolist(), ids[PROMPT + 1 :].tolist()
-    for variant, given in ways.items():
-        model, _ = load_model(path, replace(config, **given))
-        with model:
-            for i in range(1 + ROUNDS):
-                found = decode(model, prompt, tokens, DISCARDED, feed=fed)
-                if i == 0:  # the first run is slower than the rest
-                    continue
-                missed = found.counters.misses / tokens / len(session_of(model).layers)
-                yield "token", variant, missed, found.decode_s / tokens
-                if variant == HELD:
-                    yield "prompt", variant, 0, found.prefill_s
+    model, _ = load_model(path, replace(config, slots=E))
+    with model:
+        for i in range(1 + ROUNDS):
+            found = decode(model, prompt, tokens, DISCARDED, feed=fed)
+            if i:  # the first run is slower than the rest
+                yield "token", found.decode_s / tokens
+                yield "prompt", found.prefill_s
 
 
 def _expert_s(model, experts, tokens):

@@ -21,7 +21,6 @@ from .costs import costs_of
 LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # the records' model and text
 # How experts outside slots are read.
 THROUGH, PAST = "through the page cache", "past the page cache"
-HOST = "copied from the host's memory"  # on GPUs only
 NO_SLOTS = "no slots"
 
 
@@ -47,8 +46,8 @@ def told(samples: DataFrame) -> DataFrame:
     page cache and on disk.
     """
     out = samples[samples["mode"] != "resident"].copy()
-    without, host = out["mode"] == "buffers", out.variant.str.contains("source=host")
-    out["reads"] = np.select([without, host, out.direct.eq(True)], [NO_SLOTS, HOST, PAST], THROUGH)
+    without = out["mode"] == "buffers"
+    out["reads"] = np.select([without, out.direct.eq(True)], [NO_SLOTS, PAST], THROUGH)
     slots = out.slots.mask(without, 0).astype(float)
     out["slots"] = slots.groupby(out.variant).transform("median")  # a plan's slots vary
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
@@ -73,22 +72,18 @@ def machine_and_model(samples: DataFrame) -> tuple[Plan, Costs]:
 def replayed(samples: DataFrame, plan: Plan, costs: Costs, trace: Trace | None = None) -> DataFrame:
     """Replay each setting that was measured; a row has measured and ``replayed_`` columns.
 
-    It replays settings that read through the page cache, read past it, or copy from the host's
-    memory. Without a memory limit the whole file is taken to be in the page cache.
+    It replays settings with slots and a memory limit.
     """
     trace, rows = trace or routing(), []
-    kept = samples[~samples.killed & samples["reads"].isin((THROUGH, PAST, HOST))]
-    limits = kept.limit_nbytes.fillna(float("inf"))
-    for (limit_nbytes, name), part in kept.groupby([limits, "variant"], sort=False):
+    kept = samples[~samples.killed & samples["reads"].isin((THROUGH, PAST))]
+    for (limit_nbytes, name), part in kept.groupby(["limit_nbytes", "variant"], sort=False):
         one, tokens = part.iloc[0], int(part.decode_tokens.iloc[0])
         skip = int(one.prompt_tokens) + len(one.tokens) - 1 - tokens
-        slots, source = int(one.slots), "host" if one.reads == HOST else "disk"
-        given = costs if limit_nbytes < float("inf") else costs.all_warm()
-        given = costs.from_host() if source == "host" else given
+        slots = int(one.slots)
         memory = max(limit_nbytes, plan.other_nbytes + slots * plan.facts.slot_nbytes)
-        asked = [(slots, StreamConfig(source=source).policy, one.reads == PAST)]
+        asked = [(slots, StreamConfig().policy, one.reads == PAST)]
         text = trace[: skip + tokens]
-        (r,) = advice.replay_settings(plan, memory, text, given, asked, skip).values()
+        (r,) = advice.replay_settings(plan, memory, text, costs, asked, skip).values()
         disk_nbytes = part.disk_nbytes.median() if "disk_nbytes" in part else 0.0
         row = {
             "variant": name,

@@ -34,7 +34,7 @@ from .costs import measure_costs
 
 # A speed is probably within this factor of its plan. ``..._NEAR`` says how many speeds were: of
 # sources to which the formula was not fitted (FORMULA), and of our own settings with measured
-# costs (OWN; data/results/cpu_planned_*.json).
+# costs (OWN; data/recipes/published.py).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
     "six of seven published sources left out of the fit were so near, the worst 3.3 times off"
