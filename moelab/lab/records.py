@@ -48,6 +48,7 @@ COMPUTED = {  # columns that ``table`` computes where rows have the columns of t
     "tau": "1 + accepted / rounds",
 }
 DISTURBED = 0.1  # a run is disturbed if others use a larger share of the cores or it drifts more
+DRIFT_S = 30  # in a shorter run, what looks like drift is noise of single samples
 CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
 
@@ -349,18 +350,20 @@ def drift(rows: list[dict[str, Any]]) -> float:
     """Compute how much slower the slowest third of a run was than its fastest: 0.1 is a tenth.
 
     Variants without drafts that ran in each round are the control: a round's speed is the median of
-    their times, each over its own median. Fewer than five rounds have no drift (0).
+    their times, each over its own median. Fewer than five rounds, or less than ``DRIFT_S`` seconds
+    of samples, have no drift (0).
     """
-    took = {}  # by variant, then by round
+    took, total = {}, 0  # by variant, then by round; seconds of all samples
     for row in rows:
         timed = ["decode_s", *(name for name in row if name.endswith(("seconds", "_s")))]
         seconds = next((row[name] for name in timed if isinstance(row.get(name), float)), 0)
         if seconds and not row.get("drafted"):
             of, i = took.setdefault(row.get("variant"), {}), row.get("round")
+            total += seconds
             of[i] = of.get(i, 0) + seconds / (row.get("decode_tokens") or 1)
     rounds = sorted({i for of in took.values() for i in of if i is not None})
     whole = [[of[i] for i in rounds] for of in took.values() if of.keys() >= {*rounds}]
-    if len(rounds) < 5 or not whole:
+    if len(rounds) < 5 or not whole or total < DRIFT_S:
         return 0.0
     of_round = np.median([np.divide(times, np.median(times)) for times in whole], axis=0)
     thirds = [np.median(part) for part in np.array_split(of_round, 3)]
