@@ -108,9 +108,9 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # CUDA may compute these rows as one call, which ``Parts`` does not pad: pad here.
+            # A GPU may compute these rows as one call, which ``Parts`` does not pad: pad here.
             E = self.num_experts
-            least = kernel_rows(flat.size, E, E, self.quantized)[0] if on_cuda() else 0
+            least = kernel_rows(flat.size, E, E, self.quantized)[0]
             pairs = np.append(mine, mine[-1:].repeat(max(0, least - len(mine))))
             rows = x.reshape(-1, x.shape[-1])[kernels.to_mlx(pairs // routed.shape[-1])]
             some = indices.reshape(-1)[: len(pairs), None]  # only the shape matters

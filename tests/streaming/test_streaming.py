@@ -1,5 +1,6 @@
 """What the engine reads, counts, evaluates and holds, whatever the family."""
 
+import contextlib
 import gc
 import itertools
 
@@ -284,6 +285,18 @@ def test_a_gpus_kernel_is_the_resident_models(data, gpu, E, size, quantized):
         assert got == mlx_kernel(gpu, size, E, quantized)
 
 
+class OneRank:
+    """Stands in for ``Ranks``: the other ranks' results are missing."""
+
+    waiting = contextlib.nullcontext
+
+    def answered(self):
+        pass
+
+    def join(self, y, owners, routed, row, path):
+        return [mx.zeros((*routed.shape, row[0]), row[1])]
+
+
 @on_host
 @pytest.mark.parametrize("weights", ("affine4", "plain"))
 @pytest.mark.parametrize("gpu", ("cuda", "metal"))
@@ -291,6 +304,7 @@ def test_a_gpus_kernel_is_the_resident_models(data, gpu, E, size, quantized):
 def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
     mode, gpu, weights, tmp_path, monkeypatch
 ):
+    """So does the part of a rank that owns half of the experts."""
     path, calls = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights), []
     monkeypatch.setattr(layers, f"on_{gpu}", lambda: True)
     for cls in (SwitchGLU, FusedSwitchGLU):
@@ -312,6 +326,13 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
             found = {mlx_kernel(gpu, *call, weights == "affine4") for call in calls}
             assert found == {mlx_kernel(gpu, tokens * K, E, weights == "affine4")}
             assert mx.abs(got - want).max().item() <= 1e-5
+            calls.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(session_of(model), "ranks", OneRank())
+                for _, layer in layers.expert_layers(model):
+                    layer.owned = layer._owners = np.arange(E) < E // 2
+                model(prompt)
+            assert {mlx_kernel(gpu, *call, weights == "affine4") for call in calls} == found
 
 
 @on_host
