@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import psutil
 
@@ -99,6 +100,7 @@ class Mac(System):
     # alone (MIG_ARRAY_TOO_LARGE), such as psutil 7.2's, and then says how many words it has.
     TOO_LARGE, MOST_WORDS = -307, 1024
     _words = 38  # of 4 bytes, in revision 1
+    _last = np.zeros(MOST_WORDS, np.uint32), 0  # counts of pages, and MLX's bytes with them
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
@@ -148,8 +150,11 @@ class Mac(System):
         if (counts := self._pages()) is None:
             raise OSError("macOS does not say how much memory is free (host_statistics64)")
         free = int(counts[self.FREE]) + int(counts[self.INACTIVE])  # as psutil counts
-        page = os.sysconf("SC_PAGE_SIZE")
-        return os.sysconf("SC_PHYS_PAGES") * page, free * page
+        page, held = os.sysconf("SC_PAGE_SIZE"), mx.get_active_memory() + mx.get_cache_memory()
+        # The kernel repeats an answer if it is asked often: it does not know what MLX did since.
+        if not np.array_equal(counts, self._last[0]):
+            self._last = counts, held
+        return os.sysconf("SC_PHYS_PAGES") * page, free * page + self._last[1] - held
 
     def _pages(self):
         """Return the kernel's counts of pages, in words of 4 bytes; None if it refuses."""

@@ -14,6 +14,7 @@
 
 int level = 1; /* of memory's pressure */
 int fails = 0; /* msync and host_statistics64 do */
+int free_pages = 2000000;
 int newer = 0; /* host_statistics64 has 104 words, as on macOS 27 */
 
 static void note(const char *format, ...) {
@@ -132,7 +133,7 @@ uint32_t mach_host_self(void) {
 }
 
 int host_statistics64(uint32_t host, int flavor, void *into, uint32_t *words) {
-    struct vm_statistics64 found = {.free_count = 2000000, .inactive_count = 500,
+    struct vm_statistics64 found = {.free_count = free_pages, .inactive_count = 500,
                                     .decompressions = 500, .compressions = 8000};
     if (newer && *words < 104)
         return *words = 104, -307; /* MIG_ARRAY_TOO_LARGE */
