@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,10 @@ import mlx.core as mx
 import pytest
 
 import moelab
-from moelab import DATA, StreamConfig, load, memory, open_files, system
+from moelab import DATA, LookupDraft, StreamConfig, load, memory, open_files, system
 from moelab.checkpoint import checkpoint
 from moelab.lab import check, machine, oscache
+from moelab.lab.decode import decode, decode_drafted
 from moelab.streaming import plan as plans
 from moelab.streaming.reading import flight
 from moelab.streaming.session import session_of
@@ -166,6 +168,21 @@ def test_open_files_are_counted_without_dev_fd(monkeypatch):
     listdir = os.listdir
     monkeypatch.setattr(os, "listdir", lambda path: listdir(path.replace("/dev/fd", "/none")))
     open_files.allow_open(1, Path("a"))
+
+
+@pytest.mark.parametrize("draft", (False, True))
+def test_a_macs_memory_is_wired_while_decoding_is_timed(draft, monkeypatch):
+    """As in mlx-lm's ``stream_generate``: from the prompt's first part to the last token."""
+    told = []
+    with load(TINY, StreamConfig(slots=8))[0] as model:
+        monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**12})
+        monkeypatch.setattr(mx, "set_wired_limit", lambda nbytes: told.append(nbytes) or 7)
+        calls = {name: partial(told.append, name) for name in ("before_prompt", "before_clock")}
+        if draft:
+            decode_drafted(model, [5, 6], LookupDraft(), 2, 3, **calls)
+        else:
+            decode(model, [5, 6], 3, **calls)
+    assert told == ["before_prompt", 10**12, "before_clock", 7]
 
 
 def test_a_spawned_child_asks_no_stream_of_another_threads_gpu(monkeypatch):
