@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import cache
 from types import SimpleNamespace
 
 import families
@@ -35,6 +36,10 @@ SLOW = {
     "::test_family_of_mlx_vlm": "fused|qwen4_exp|laguna|phixtral",
     "::test_every_recurrent_family": 3,
     "::test_fewer_experts_per_token": 3,
+    # Unquantized experts come by the same threads and parts.
+    "::test_experts_as_if_large": "affine4",
+    # Each GPU and each kind of weights stay, in every mode.
+    "::test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole": "cuda-affine4|metal-plain",
     # Each prefetcher and each policy stays, with one number of slots.
     "::test_the_same_logits_and_counters_that_add_up": "-16-lru|lookahead-8-lfu|40-direct|8-sta",
     # Each mode and the prefetcher stay, with MLX's kernels.
@@ -174,18 +179,27 @@ def model_path(tmp_path_factory, tokenizer):
     )
 
 
-def written(family):
-    """A fixture: a random checkpoint of two layers of a family."""
+@pytest.fixture(scope="session")
+def stored(tmp_path_factory):
+    """A function: the random checkpoint of a family, written once. No test changes it."""
 
-    @pytest.fixture(scope="session")
-    def path(tmp_path_factory):
-        return families.write_checkpoint(family, tmp_path_factory.mktemp("m") / family, "affine4")
+    @cache
+    def stored(name, variant="affine4"):
+        return families.write_checkpoint(name, tmp_path_factory.mktemp(variant) / name, variant)
 
-    return path
+    return stored
 
 
-moe = written("qwen3_moe")  # attention and experts
-hybrid = written("qwen3_5_moe")  # one layer is recurrent, one has attention
+@pytest.fixture(scope="session")
+def moe(stored):
+    """Two layers of attention and experts."""
+    return stored("qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def hybrid(stored):
+    """Two layers with experts: one is recurrent, one has attention."""
+    return stored("qwen3_5_moe")
 
 
 @pytest.fixture

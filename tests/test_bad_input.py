@@ -48,11 +48,9 @@ generate = partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory):
+def good(stored):
     """A valid checkpoint in three shards. Tests damage copies of it."""
-    return families.write_checkpoint(
-        "qwen3_moe", tmp_path_factory.mktemp("good") / "qwen3_moe", "sharded"
-    )
+    return stored("qwen3_moe", "sharded")
 
 
 @pytest.fixture

@@ -62,11 +62,10 @@ CASES = sorted(
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
-def test_every_family_gives_the_same_answer_packed(name, variant, tmp_path):
-    path = families.write_checkpoint(name, tmp_path / "plain", variant)
-    out = repack(path, tmp_path / "packed", progress=False)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["packed", "plain"]
-    assert_same_answer(path, out, ("resident", "fused"))
+def test_every_family_gives_the_same_answer_packed(name, variant, stored, tmp_path):
+    out = repack(stored(name, variant), tmp_path / "packed", progress=False)
+    assert [*tmp_path.iterdir()] == [out]
+    assert_same_answer(stored(name, variant), out, ("resident", "fused"))
 
 
 @pytest.fixture(scope="module")

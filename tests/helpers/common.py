@@ -6,6 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
+import hypothesis
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -22,6 +23,13 @@ PROMPT = [5, 36, 67, 2, 33, 64, 95, 30, 61]
 LONG = [(31 * i + 5) % 96 for i in range(590)]
 GB, MB = 10**9, 10**6
 FAST = os.environ.get("MOELAB_FAST") == "1"
+
+
+def tries(n: int, **settings) -> hypothesis.settings:
+    """Hypothesis's settings: ``n`` examples, a quarter of them in ``make test``."""
+    return hypothesis.settings(max_examples=n // 4 if FAST else n, deadline=None, **settings)
+
+
 needs_kernels = pytest.mark.skipif(
     not kernels.available(), reason="the fast kernels need llvmlite and the CPU backend"
 )

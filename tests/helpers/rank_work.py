@@ -71,7 +71,7 @@ def goes_wrong(how, session):
 
 if __name__ == "__main__":
     mx.set_default_device(mx.cpu)
-    ranks.PATIENCE_S = 5
+    ranks.PATIENCE_S = 3
     model_path, settings, *how = sys.argv[1:]
     try:
         group = mx.distributed.init(strict=True, backend="ring")

@@ -8,7 +8,8 @@ import families
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from hypothesis import Phase, settings
+from common import tries
+from hypothesis import Phase
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 
 import moelab
@@ -18,9 +19,8 @@ from moelab.speculation.rollback import Rollback
 TINY = Path(__file__).parents[2] / "data" / "models" / "tiny-moe"
 TOLERANCE = 1e-5
 V = families.VOCAB
-FEW = settings(
-    deadline=None, max_examples=40, derandomize=True, phases=(Phase.explicit, Phase.generate)
-)  # without Phase.shrink, which takes minutes
+# Without Phase.shrink, which takes minutes.
+FEW = tries(40, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 # The recurrent families of mlx-lm that have no experts: what they need beyond families.COMMON.
 DENSE = {

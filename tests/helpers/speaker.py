@@ -44,10 +44,13 @@ def caller():
 class Speaker:
     """An engine that tells each text letters or pieces, each after ``pause_s`` s, and its end."""
 
-    def __init__(self, said="abcd", end="stop", pause_s=0):
+    def __init__(self, *said, pause_s=0):
+        self.pause_s, self.tells, self.ended = pause_s, [], []
+        self.says(*said)
+
+    def says(self, said="abcd", end="stop"):
         end = Part(finish=end, usage=USAGE) if isinstance(end, str) else end  # or an error
-        self.events, self.pause_s = [*map(Part, said), end], pause_s
-        self.tells, self.ended = [], []
+        self.events = [*map(Part, said), end]
 
     def begin(self, ask, tell):
         self.tells.append(tell)
@@ -64,8 +67,7 @@ class Speaker:
 
 
 @contextmanager
-def speaking(*said, engine=None):
+def speaking(engine):
     """The address of a server with this engine, which speaks all dialects."""
-    engine = engine or Speaker(*said)
     with listening(http.app(engine, caller()), engine) as url:
         yield url

@@ -29,13 +29,10 @@ BOUND = 2e-4
 
 
 @pytest.fixture
-def load(tmp_path):
+def load(stored):
     def load(family, variant="affine4", **config):
-        path = tmp_path / f"{family} {variant}"
-        if not path.exists():
-            families.write_checkpoint(family, path, variant)
         config = {"mode": "resident", "kernels": "fast", **config}
-        return load_model(path, StreamConfig(**config))[0]
+        return load_model(stored(family, variant), StreamConfig(**config))[0]
 
     return load
 

@@ -8,7 +8,6 @@ Each case is drawn from its number. The fast kernels give what MLX's give, or on
 import os
 import random
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -62,19 +61,15 @@ OTHER = {
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
+def pairs(stored):
     """Of each family a model with fast kernels, one with MLX's, and caches of 1, 2 and 3 texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modules, "FLOAT_WEIGHTS", 0)
         patch.setattr(layers, "IN_PLACE_NBYTES", 0)
         made = {}
         for family in FAMILIES:
-            path = tmp_path_factory.mktemp("models") / family
-            families.write_checkpoint(family, path, "affine4")
-            fast, mlx = (
-                load_model(path, StreamConfig(mode="resident", kernels=k))[0]
-                for k in ("fast", "mlx")
-            )
+            configs = (StreamConfig(mode="resident", kernels=k) for k in ("fast", "mlx"))
+            fast, mlx = (load_model(stored(family), config)[0] for config in configs)
             caches = {}
             for B in (1, 2, 3):
                 caches[B] = make_prompt_cache(mlx)

@@ -116,9 +116,9 @@ def test_dense_mlps(cls):
 
 @pytest.mark.parametrize("variant", ("plain32", "affine4"))
 @pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
-def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, variant, tmp_path):
+def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, variant, stored):
     """Attention and, in the second, the recurrence."""
-    path = families.write_checkpoint(name, tmp_path / "model", variant)
+    path = stored(name, variant)
     tokens = mx.array([PROMPT])
 
     def gradients(kernels_):
@@ -174,8 +174,8 @@ LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 
 
 @pytest.mark.parametrize("name, variant", FAMILIES)
-def test_every_family(name, variant, tmp_path):
-    path = families.write_checkpoint(name, tmp_path / "model", variant)
+def test_every_family(name, variant, stored):
+    path = stored(name, variant)
 
     def logits(**config):
         model, _ = load_model(path, StreamConfig(**config))
@@ -191,7 +191,7 @@ def test_every_family(name, variant, tmp_path):
         assert all(map(np.array_equal, streamed, fast)), mode
 
 
-def test_auto_kernels_and_half_precision_that_is_streamed_the_way_of_mlx(tmp_path):
+def test_auto_kernels_and_half_precision_that_is_streamed_the_way_of_mlx(stored):
     def chosen(**config):
         resolved = StreamConfig(**config).resolved()
         assert resolved == dataclasses.replace(StreamConfig(**config), kernels=resolved.kernels)
@@ -200,7 +200,7 @@ def test_auto_kernels_and_half_precision_that_is_streamed_the_way_of_mlx(tmp_pat
     assert chosen() == chosen(mode="resident") == chosen(dtype="float32") == "fast"
     assert chosen(dtype="bfloat16") == chosen(kernels="mlx") == "mlx"
     assert chosen(dtype="bfloat16", kernels="fast") == "fast"  # as asked
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "mxfp4")
+    path = stored("qwen3_moe", "mxfp4")
     half = dict(kernels="fast", dtype="bfloat16", slots=K + 1)
     of = (load_model(path, StreamConfig(mode=mode, **half))[0] for mode in ("fused", "resident"))
     assert mx.array_equal(*(model(mx.array([PROMPT])) for model in of))

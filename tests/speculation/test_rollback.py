@@ -8,7 +8,6 @@ import copy
 import importlib
 from pathlib import Path
 
-import families
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -261,9 +260,8 @@ def test_hooks_of_others_are_called_in_a_recorded_pass():
     assert difference(r.cache, reference) <= TOLERANCE
 
 
-def test_streamed(tmp_path):
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "m", "affine4")
-    with load_model(path, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
+def test_streamed(hybrid):
+    with load_model(hybrid, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
         for strategy in ("restore", "replay", "states"):
             caches = start(model, ids(1, 6)), start(model, ids(1, 6))
             assert play(model, *caches, ROUNDS, strategy) <= TOLERANCE

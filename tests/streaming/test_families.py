@@ -92,8 +92,8 @@ def test_family_that_is_not_streamed(name, tmp_path):
 
 
 @pytest.mark.parametrize("name, variant", CASES)
-def test_family_streams(name, variant, tmp_path):
-    path = families.write_checkpoint(name, tmp_path / name, variant)
+def test_family_streams(name, variant, stored):
+    path = stored(name, variant)
     assert_streams(path)
     if name in EVERY_VARIANT and variant == "affine4":
         assert_streams(path, prompt=LONG_PROMPT)
@@ -101,9 +101,9 @@ def test_family_streams(name, variant, tmp_path):
 
 @pytest.mark.parametrize("name", sorted(families.EXPERTS_ONLY))
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
-def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, tmp_path):
+def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, stored):
     """mlx-lm needs Metal for the rest of these models: their experts alone give the same answer."""
-    path = families.write_checkpoint(name, tmp_path / name, variant)
+    path = stored(name, variant)
     resident = families.load_resident(path)
     rng = np.random.default_rng(0)
     for mode in STREAMED:
@@ -140,9 +140,9 @@ def test_hugging_face_layout(name, tmp_path):
 
 # K = 2, K = 1, fc1/fc2, inputs [T, D]
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"])
-def test_batches(name, tmp_path):
+def test_batches(name, stored):
     """Any B, T and K, with MLX's kernels."""
-    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+    path = stored(name)
     resident = families.load_resident(path)
     for mode in ("stacked", "fused"):
         for slots in (SLOTS, E):
@@ -158,11 +158,11 @@ def test_batches(name, tmp_path):
 
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 @pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
-def test_experts_as_if_large(name, variant, tmp_path, monkeypatch):
+def test_experts_as_if_large(name, variant, stored, monkeypatch):
     """Large experts are read by threads and computed in parts as they arrive: the same bits."""
     monkeypatch.setattr(layer, "PART_NBYTES", 1)
     read_in_threads(monkeypatch)
-    path = families.write_checkpoint(name, tmp_path / name, variant)
+    path = stored(name, variant)
     assert_streams(path)
     assert_streams(path, prompt=LONG_PROMPT)
 
@@ -196,9 +196,9 @@ RUN = sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - CRASHES_WITH_
     # With mxfp4 MLX's own products of float16 are float32, which then reaches the experts.
     [(n, "affine4", "auto") for n in RUN] + [(n, "mxfp4", "float16") for n in EVERY_VARIANT],
 )
-def test_fewer_experts_per_token(name, variant, dtype, tmp_path):
+def test_fewer_experts_per_token(name, variant, dtype, stored):
     """``top_k`` reaches every family's router, whatever it calls K, resident and streamed."""
-    path, logits = families.write_checkpoint(name, tmp_path / name, variant), {}
+    path, logits = stored(name, variant), {}
     for mode in ("resident", "fused"):
         config = moelab.StreamConfig(mode=mode, top_k=1, slots=SLOTS, dtype=dtype)
         with load_model(path, config)[0] as model, moelab.record(model) as trace:

@@ -63,9 +63,9 @@ def test_more_slots_than_experts_are_said(run, model_path):
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss", "deepseek_v32", "jamba", "llama4"])
-def test_caches_are_counted_as_they_grow(name, tmp_path):
+def test_caches_are_counted_as_they_grow(name, stored):
     """For a hybrid, a sliding window, a cache of two, a Mamba and a chunked one: not too few."""
-    path = families.write_checkpoint(name, tmp_path / "model", "affine4")
+    path = stored(name)
     p = moelab.plan(path, memory_nbytes=GB, context=300)
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         caches = make_prompt_cache(model)
@@ -93,9 +93,9 @@ def test_a_long_context_and_what_is_reserved_leave_fewer_slots():
         moelab.plan(TINY_MOE, config, texts=100)
 
 
-def test_where_slots_take_twice_the_bytes_of_the_file_the_page_cache_gets_the_rest(tmp_path):
+def test_where_slots_take_twice_the_bytes_of_the_file_the_page_cache_gets_the_rest(stored):
     """Experts in bfloat16, float32 in their slots: few slots, until nearly every expert fits."""
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "plain")
+    path = stored("qwen3_moe", "plain")
     config = moelab.StreamConfig(top_k=1, context=8, kernels="mlx")
     free = moelab.plan(path, config, memory_nbytes=GB)
     found = [

@@ -12,10 +12,10 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import PROMPT, TINY_MOE, greedy_logits, needs_kernels
+from common import PROMPT, TINY_MOE, greedy_logits, needs_kernels, tries
 from families import E, K
 from faults import patch_preadv, read_in_threads
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -142,9 +142,9 @@ def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monke
 
 
 @pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY)))
-def test_lookahead_in_every_family(name, tmp_path):
+def test_lookahead_in_every_family(name, stored):
     """The router can be asked before its layer is called, or loading the family is refused."""
-    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+    path = stored(name)
     config = moelab.StreamConfig(slots=K + 1, prefetch="none")
     ahead = dataclasses.replace(config, prefetch="lookahead")
     # Their blocks take more than the hidden state: token ids, or the routing itself.
@@ -156,7 +156,7 @@ def test_lookahead_in_every_family(name, tmp_path):
         np.testing.assert_array_equal(decode(model, 4), decode(plain, 4))
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@tries(150, derandomize=True)
 @given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from([*EVICTION]))
 def test_reserved_slots(data, slots, policy):
     """No slot holds two experts, none gets lost, and no expert of a guess is evicted for it."""
@@ -217,8 +217,8 @@ def test_a_wrong_router_keeps_what_is_likely_and_reads_nothing_more(want, monkey
 
 
 @pytest.mark.parametrize("name, kernels", [("qwen3_moe", "mlx"), ("gpt_oss", "auto")])
-def test_a_router_that_cannot_be_asked_early_is_refused(name, kernels, tmp_path):
-    path = families.write_checkpoint(name, tmp_path / name, "affine4")
+def test_a_router_that_cannot_be_asked_early_is_refused(name, kernels, stored):
+    path = stored(name)
     config = moelab.StreamConfig(slots=K + 1, prefetch="router", kernels=kernels)
     with pytest.raises(ValueError, match="router': model.layers.*Use prefetch='lookahead' or"):
         load_model(path, config)

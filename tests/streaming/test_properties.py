@@ -10,10 +10,10 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import TINY_MOE, assert_every_slot_is_there, needs_kernels
+from common import TINY_MOE, assert_every_slot_is_there, needs_kernels, tries
 from faults import patch_preadv, read_in_threads
 from fuzzing import damage_header
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import moelab
@@ -26,7 +26,7 @@ from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 
-FEW = settings(deadline=None, max_examples=150, derandomize=True)
+FEW = tries(150, derandomize=True)
 
 # The slot table
 
@@ -172,7 +172,7 @@ def truth(content):
     }
 
 
-@settings(deadline=None, max_examples=400, derandomize=True)
+@tries(400, derandomize=True)
 @given(sound_headers().filter(lambda sound: sound[0]), st.randoms(use_true_random=True))
 def test_header_is_refused_or_right(tmp_path_factory, sound, random):
     """An error that names the file, or every tensor where the header says, none over another."""
@@ -247,7 +247,7 @@ def test_a_layer_that_lost_experts_looks_for_them_again():
         assert residency.slots_in_graph(0, indices).tolist() == want != before
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@tries(200, derandomize=True)
 @given(
     history=st.lists(calls, min_size=1, max_size=10),
     mode=st.sampled_from(["serial", "buffers", "stacked", "fused"]),
@@ -305,7 +305,7 @@ def resident():
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=40, derandomize=True)
+@tries(40, derandomize=True)
 @given(
     history=st.lists(
         st.tuples(

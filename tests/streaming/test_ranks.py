@@ -60,13 +60,9 @@ def finish(processes: list[Popen], timeout_s: float = 240) -> list[CompletedProc
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
+def cases(stored):
     """Where the checkpoints of ``CASES`` lie with their settings, and what one process finds."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    paths = {"tiny-moe": TINY_MOE}
-    for name, _ in CASES:
-        if name not in paths:
-            paths[name] = families.write_checkpoint(name, folder / name, "affine4")
+    paths = {name: TINY_MOE if name == "tiny-moe" else stored(name) for name, _ in CASES}
     made = [(str(paths[name]), settings) for name, settings in CASES]
     return made, rank_work.decode(None, made)
 
@@ -119,7 +115,7 @@ WRONG = {
     ),
     "SIGKILL": ("one", SETTINGS, ENDED, ""),
     "raise": ("one", SETTINGS, ENDED, ""),
-    "SIGSTOP": ("one", SETTINGS, "no answer from the other ranks for 5 s", ""),
+    "SIGSTOP": ("one", SETTINGS, "no answer from the other ranks for 3 s", ""),
     "other": ("one", SETTINGS, ROUNDS, ROUNDS),
 }  # fmt: skip
 
@@ -198,10 +194,10 @@ def test_generate_under_mlx_launch(alone):
     command += ["--starting-port", port, "--", sys.executable, "-m", "moelab", "generate", MODEL]
     options = ["--draft", "lookup", "--temp", "0.6", "--seed", "3"]
     command += ["--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F", *OPTIONS]
-    command += ["--max-tokens", "20", *options]
+    command += ["--max-tokens", "8", *options]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     said = done.stderr.splitlines()
-    assert done.stdout == alone(20, *options)
+    assert done.stdout == alone(8, *options)
     assert len(said) == 2 and all("to join" in line for line in said)
 
 
@@ -268,11 +264,11 @@ def test_a_rank_of_serve_that_is_killed(served):
 
 def test_a_rank_that_never_starts(tmp_path):
     """MLX waits for it in native code; the others say so first, and end all the same."""
-    program = "from moelab.streaming import ranks; ranks.LOADING_S = 3; ranks.joined()"
+    program = "from moelab.streaming import ranks; ranks.LOADING_S = 1; ranks.joined()"
     first, _ = environments(2, tmp_path)
     command, env = [sys.executable, "-c", program], {**os.environ, **first}
     alone = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     (said,) = alone.stderr.splitlines()
     assert alone.returncode == 1
     assert "rank 0 waits for rank 1 at 127.0.0.1:" in said and "to join" in said
-    assert "within 3 s" in said
+    assert "within 1 s" in said

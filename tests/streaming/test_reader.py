@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from common import cached_nbytes
-from hypothesis import HealthCheck, given, settings
+from common import cached_nbytes, tries
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from moelab.streaming.reading import flight, native, reader
@@ -111,7 +111,7 @@ places = st.lists(st.tuples(st.integers(0, SIZE), sizes), min_size=1, max_size=1
 
 
 @needs_native
-@settings(max_examples=200, deadline=None)
+@tries(200)
 @given(places)
 def test_native_code_reads_what_python_reads(file, places):
     """Any ranges, also past the end: the same bytes, or the same error."""
@@ -264,9 +264,7 @@ def direct(file, request):
 
 
 @needs_direct
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@tries(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(places)
 def test_the_same_bytes_past_the_page_cache(direct, file, places):
     """Wherever ranges begin and end, also at the end of the file."""

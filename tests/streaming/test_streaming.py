@@ -4,13 +4,12 @@ import contextlib
 import gc
 import itertools
 
-import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import STREAMED, TINY_MOE, greedy_logits, needs_kernels
+from common import STREAMED, TINY_MOE, greedy_logits, needs_kernels, tries
 from families import E, K
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -38,8 +37,8 @@ WEIGHTS = "plain32" if mx.cuda.is_available() else "affine4"
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return families.write_checkpoint("qwen3_5_moe", tmp_path_factory.mktemp("model"), WEIGHTS)
+def path(stored):
+    return stored("qwen3_5_moe", WEIGHTS)
 
 
 def decode(model, steps=5):
@@ -199,9 +198,9 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
 
 
 @pytest.mark.parametrize("mode", ("resident", *STREAMED))
-def test_footprint_is_what_load_takes(tmp_path, mode):
+def test_footprint_is_what_load_takes(stored, mode):
     """Of a family whose experts have biases, which stay in memory."""
-    path = families.write_checkpoint("gpt_oss", tmp_path / "model", WEIGHTS)
+    path = stored("gpt_oss", WEIGHTS)
     config = moelab.StreamConfig(mode=mode, slots=K + 1)
     predicted = moelab.footprint(path, config)
     with load_model(path, config)[0] as model:
@@ -272,7 +271,7 @@ def mlx_kernel(gpu, rows, matrices, quantized):
 
 
 @pytest.mark.parametrize("gpu", ("cuda", "metal"))
-@settings(max_examples=300, deadline=None)
+@tries(300)
 @given(data=st.data(), E=st.integers(1, 512), size=st.integers(1, 4096), quantized=st.booleans())
 def test_a_gpus_kernel_is_the_resident_models(data, gpu, E, size, quantized):
     """Whatever part of a call is computed, with any number of slots."""
@@ -302,10 +301,10 @@ class OneRank:
 @pytest.mark.parametrize("gpu", ("cuda", "metal"))
 @pytest.mark.parametrize("mode", STREAMED)
 def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
-    mode, gpu, weights, tmp_path, monkeypatch
+    mode, gpu, weights, stored, monkeypatch
 ):
     """So does the part of a rank that owns half of the experts."""
-    path, calls = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", weights), []
+    path, calls = stored("qwen3_5_moe", weights), []
     monkeypatch.setattr(layers, f"on_{gpu}", lambda: True)
     for cls in (SwitchGLU, FusedSwitchGLU):
         real = cls.__call__

@@ -201,7 +201,7 @@ print(json.dumps(found))
 
 def test_a_load_leaves_nothing(hybrid):
     """No thread or file is left open; memory (in MB) grows by less than 20 kB for each load."""
-    n = 30 if FAST else 200
+    n = 12 if FAST else 200
     for way, ((*before, rss), (*after, rss_after)) in in_a_process(LEAKS, hybrid, n).items():
         assert after == before, way
         assert rss_after - rss < 2 + 0.02 * n, (way, rss, rss_after)
