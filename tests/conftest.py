@@ -38,6 +38,8 @@ SLOW = {
     "::test_fewer_experts_per_token": 3,
     # Unquantized experts come by the same threads and parts.
     "::test_experts_as_if_large": "affine4",
+    # The server with a draft ends in the same way.
+    "::test_ctrl_c": r"-3\]",
     # Each GPU and each kind of weights stay, in every mode.
     "::test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole": "cuda-affine4|metal-plain",
     # Each prefetcher and each policy stays, with one number of slots.

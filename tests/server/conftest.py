@@ -9,6 +9,7 @@ import mlx_lm
 import pytest
 from fake_served import TOKENIZER
 from in_process import MODEL, SERVERS, serving
+from speaker import Speaker, speaking
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +24,14 @@ def mlx():
         return nn.log_softmax(model(mx.array([tokens]))[0, :-1], axis=-1)
 
     return SimpleNamespace(write=write, scores=scores, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def speak():
+    """A function that sets what a server's model says, and returns the server's address."""
+    engine = Speaker()
+    with speaking(engine) as url:
+        yield lambda *said: engine.says(*said) or url
 
 
 @pytest.fixture(scope="module")

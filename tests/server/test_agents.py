@@ -102,13 +102,12 @@ both = pytest.mark.parametrize("dialect", [OpenAI, Anthropic])
 
 @both
 @pytest.mark.parametrize("said, items", speaker.SAID.values(), ids=speaker.SAID)
-def test_an_answer(dialect, said, items):
+def test_an_answer(dialect, said, items, speak):
     """A streamed answer equals one in one piece, and each item ends before the next begins."""
     whole, event = dialect.types
-    with speaker.speaking(*said) as url:
-        client = dialect(url)
-        events = [made.to_dict() for made in client.asks.create(**client.usual, stream=True)]
-        answers = [client.asks.create(**client.usual), client.summed()]
+    client = dialect(speak(*said))
+    events = [made.to_dict() for made in client.asks.create(**client.usual, stream=True)]
+    answers = [client.asks.create(**client.usual), client.summed()]
     finish = said[1] if said[1:] else "tool_calls" if "call" in items else "stop"
     for answer in answers:
         assert client.facts(answer) == (items, client.endings[finish], speaker.USAGE)
@@ -155,16 +154,15 @@ def test_what_the_model_cannot_use(caplog):
     assert [record.args[0] for record in caplog.records] == said
 
 
-def test_a_call_in_a_namespace():
+def test_a_call_in_a_namespace(speak):
     """Its item says so, also in a stream; a later request may name items by their id."""
-    with speaker.speaking(speaker.CALL.replace('"f"', '"m__f"')) as url:
-        client, usual = OpenAI(url), {"tools": agents.CODEX["tools"]}
-        for answer in (client.summed(**usual), client.asks.create(**client.usual | usual)):
-            (call,) = answer.output
-            assert (call.name, call.to_dict()["namespace"]) == ("f", "m")
-        given = [user("x"), {"type": "item_reference", "id": call.id}]
-        client.asks.create(**client.usual | {"input": given})
-        chat = Asked(RESPONSES, client.usual | {"input": given}, speaker.caller()).request.messages
+    client = OpenAI(speak(speaker.CALL.replace('"f"', '"m__f"')))
+    for answer in (client.summed(), client.asks.create(**client.usual)):
+        (call,) = answer.output
+        assert (call.name, call.to_dict()["namespace"]) == ("f", "m")
+    given = [user("x"), {"type": "item_reference", "id": call.id}]
+    client.asks.create(**client.usual | {"input": given})
+    chat = Asked(RESPONSES, client.usual | {"input": given}, speaker.caller()).request.messages
     assert chat[-1]["tool_calls"][0]["function"] == {"name": "m__f", "arguments": {"a": [1, "é"]}}
 
 
@@ -191,7 +189,7 @@ def test_silence(path, monkeypatch):
     engine._write, (body, first, idle) = write, SILENCE[path]
     body |= {"stream": True, "tools": [agents.CHAT["tools"][0]]}
     with ExitStack() as stack:
-        url = stack.enter_context(speaker.speaking(engine=engine))
+        url = stack.enter_context(speaker.speaking(engine))
         asked = httpx.stream("POST", f"{url}/{path}", json=body, timeout=60)
         lines = stack.enter_context(asked).iter_lines()
         assert first in next(line for line in lines if line.startswith("data"))
@@ -227,48 +225,46 @@ ONE += [(Anthropic, {"tool_choice": {"type": "auto", "disable_parallel_tool_use"
 
 
 @pytest.mark.parametrize("dialect, fields", ONE)
-def test_one_call_if_that_is_asked(dialect, fields):
-    with speaker.speaking(speaker.CALL * 2) as url:
-        client = dialect(url)
-        assert client.facts(client.summed(**fields))[0] == ["call"]
+def test_one_call_if_that_is_asked(dialect, fields, speak):
+    client = dialect(speak(speaker.CALL * 2))
+    assert client.facts(client.summed(**fields))[0] == ["call"]
 
 
 @both
-def test_errors(dialect):
+def test_errors(dialect, speak):
     """The client says what is wrong, also in a stream, whose last event Codex reads."""
-    with speaker.speaking("Hello", OSError(5, "the disk", "x")) as url:
-        client = dialect(url)
-        with pytest.raises(client.library.BadRequestError, match="top_k: ") as refused:
-            client.asks.create(**client.usual, extra_body={"top_k": -1})
-        assert "invalid_request_error" in str(refused.value.body)
-        with pytest.raises(client.library.APIError, match="the disk"):
-            [*client.asks.create(**client.usual, stream=True)]
+    client = dialect(speak("Hello", OSError(5, "the disk", "x")))
+    with pytest.raises(client.library.BadRequestError, match="top_k: ") as refused:
+        client.asks.create(**client.usual, extra_body={"top_k": -1})
+    assert "invalid_request_error" in str(refused.value.body)
+    with pytest.raises(client.library.APIError, match="the disk"):
+        [*client.asks.create(**client.usual, stream=True)]
     assert RESPONSES.error("x", None, 500, None)["response"]["error"]["message"] == "x"
 
 
-@both
 @pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
-def test_the_text_is_that_of_mlx_lm(dialect, draft, mlx):
+def test_the_text_is_that_of_mlx_lm(draft, mlx):
     """Streamed and not, alone and four at once; the second time its prompt is not read again."""
     options = {"tools": agents.CHAT["tools"], "chat_template": speaker.TEMPLATE}
     tokens = mlx.tokenizer.apply_chat_template([user(speaker.PROMPT)], **options)
     text, size = mlx.write(tokens), len(tokens)
-    fields = {dialect.asked: [user(speaker.PROMPT)], dialect.length: 16}
     stops = [text[5:8], text[12:14]]
 
-    def ask(_):
-        answers = client.summed(**fields), client.asks.create(**client.usual | fields)
-        return [client.facts(answer) for answer in answers]
+    def ask(client, **more):
+        fields = {client.asked: [user(speaker.PROMPT)], client.length: 16} | more
+        return client.summed(**fields), client.asks.create(**client.usual | fields)
+
+    def whole(client):
+        facts = [*map(client.facts, ask(client))]
+        for items, ended, (read, _, wrote) in facts:
+            assert (items, ended, read, wrote) == ([text], client.endings["length"], size, 16)
+        return facts[1][2][1]
 
     serves = serving(*SLOTS, "--chat-template", speaker.TEMPLATE, *draft)
     with serves as served, ThreadPoolExecutor(4) as threads:
-        client = dialect(served.url)
-        facts = [fact for pair in [ask(0), *threads.map(ask, range(4))] for fact in pair]
-        if dialect is Anthropic:
-            stopped = client.summed(**fields, stop_sequences=stops)
+        clients = OpenAI(served.url), Anthropic(served.url)
+        assert min(whole(clients[0]), *threads.map(whole, 2 * clients)) > size // 2
+        for stopped in ask(clients[1], stop_sequences=stops):
             assert stopped.stop_sequence == min(stops, key=text.find)
-            assert "".join(client.facts(stopped)[0]) == text.split(stopped.stop_sequence)[0]
+            assert "".join(clients[1].facts(stopped)[0]) == text.split(stopped.stop_sequence)[0]
             assert stopped.stop_reason == "stop_sequence"
-    for items, ended, (read, _, wrote) in facts:
-        assert (items, ended, read, wrote) == ([text], dialect.endings["length"], size, 16)
-    assert facts[1][2][1] > size // 2

@@ -10,6 +10,7 @@ from queue import SimpleQueue
 
 import mlx.core as mx
 import pytest
+from common import FAST
 from fake_served import TOKENIZER
 from in_process import (
     MODEL,
@@ -34,6 +35,7 @@ def texts(mlx):
     return [mlx.write(prompt) for prompt in PROMPTS]
 
 
+STOPS = int(os.environ.get("MOELAB_STOPS", 8 if FAST else 24))
 every_server = pytest.mark.parametrize("served", SERVERS, indirect=True)
 
 
@@ -75,7 +77,7 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
         assert choices[-1].finish_reason == "stop"
 
     with ThreadPoolExecutor(8) as threads:
-        assert len([*threads.map(ask, range(int(os.environ.get("MOELAB_STOPS", 24))))])
+        assert len([*threads.map(ask, range(STOPS))])
 
 
 @two_servers
@@ -145,13 +147,13 @@ def test_a_quantized_cache(mlx):
 def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
     """It is read and its text written while the long one is read; both texts are right."""
     ids = mlx.tokenizer.encode(max(MODEL.glob("heldout/*.py"), key=os.path.getsize).read_text())
-    written, long = {"long": "", "short": ""}, ids[:450]
+    written, long = {"long": "", "short": ""}, ids[:225]
 
     def ask(client, name, prompt):
         for part in complete(client, prompt, stream=True):
             written[name] += part.choices[0].text
 
-    options = (*SERVERS[name], "--prefill-step-size", "16")
+    options = (*SERVERS[name], "--prefill-step-size", "8")
     with serving(*options) as server, ThreadPoolExecutor(1) as threads:
         slow = threads.submit(ask, server.client, "long", long)
         time.sleep(0.05)

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from common import FAST
 from fake_served import fake_served, wrapped
 from in_process import MODEL, SERVERS, SLOTS, Here, listening, serving
 from speaker import Speaker
@@ -381,7 +382,7 @@ def test_a_hostile_crowd(draft, tmp_path):
         return answer["choices"][0]["text"] if status == 200 else None
 
     def hostile(rng):
-        while time.monotonic() < end:
+        while (late := time.monotonic() - end) < 0 or (late < 60 and not {200, 400} <= statuses):
             statuses.add(attack(server.url, rng))
 
     def polite(rng):
@@ -391,7 +392,7 @@ def test_a_hostile_crowd(draft, tmp_path):
 
     with process(tmp_path, *options, limit_nbytes=most) as server, ThreadPoolExecutor(6) as threads:
         texts = {prompt: text(prompt) for prompt in PROMPTS}
-        end = time.monotonic() + float(os.environ.get("MOELAB_CROWD_S", 3))
+        end = time.monotonic() + float(os.environ.get("MOELAB_CROWD_S", 1 if FAST else 3))
         runs = [hostile] * 4 + [polite] * 2
         runs = [threads.submit(run, random.Random(seed)) for seed, run in enumerate(runs)]
         assert not any(run.result() for run in runs)

@@ -18,7 +18,7 @@ from moelab.commands.server.ask import Part, Token
 
 SAID = speaker.SAID
 USAGE = {"stream_options": {"include_usage": True}}
-SAMPLED = {"temperature": 2, "max_tokens": 12}  # no two texts are alike by chance
+SAMPLED = {"temperature": 2, "max_tokens": 8}  # no two texts are alike by chance
 TOOLS = [speaker.CHAT_TOOL]
 
 
@@ -41,21 +41,20 @@ def content(choice):
 
 
 @pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
-def test_thoughts_and_calls(said, items):
+def test_thoughts_and_calls(said, items, speak):
     """Streamed and not; what is no call is text, and without tools or a chat all of it is."""
     texts = [item for item in items if item != "call" and item[0] != "*"]
     thoughts = [item[1:] for item in items if item[0] == "*"]
     calls = [("f", '{"a": [1, "é"]}')] * items.count("call")
     finish = "length" if "length" in said else "tool_calls" if calls else "stop"
-    with speaker.speaking(*said) as url:
-        client = Here(url).client
-        for ask in (chat, streamed):
-            (choice,) = ask(client, tools=TOOLS).choices
-            assert content(choice) == ("".join(texts), "".join(thoughts), calls, finish)
-            assert len({call.id for call in choice.message.tool_calls or ()}) == len(calls)
-            assert choice.logprobs is None
-        bare = content(chat(client).choices[0])[0]
-        text = parsed(Completion, complete(client).model_dump(exclude_unset=True)).choices[0].text
+    client = Here(speak(*said)).client
+    for ask in (chat, streamed):
+        (choice,) = ask(client, tools=TOOLS).choices
+        assert content(choice) == ("".join(texts), "".join(thoughts), calls, finish)
+        assert len({call.id for call in choice.message.tool_calls or ()}) == len(calls)
+        assert choice.logprobs is None
+    bare = content(chat(client).choices[0])[0]
+    text = parsed(Completion, complete(client).model_dump(exclude_unset=True)).choices[0].text
     assert text == "".join(said[0]) and re.sub("<think>.*?(</think>|$)", "", text) == bare
 
 
@@ -63,7 +62,7 @@ def test_thoughts_and_calls(said, items):
 def test_log_probabilities_that_json_does_not_have(score):
     engine = speaker.Speaker()
     engine.events[:1] = [Part("a", [Token(5, score, [(5, score)])])]
-    with speaker.speaking(engine=engine) as url:
+    with speaker.speaking(engine) as url:
         client = Here(url).client
         (row,) = chat(client, logprobs=True, top_logprobs=1).choices[0].logprobs.content
         row = [row.logprob, row.top_logprobs[0].logprob]
@@ -99,11 +98,11 @@ def test_echo(client):
 @two_servers
 def test_an_answer_of_a_model(client, mlx):
     """It is mlx-lm's, streamed or not, four at once; all but names and what was cached is alike."""
-    texts = {prompt: mlx.write(prompt) for prompt in PROMPTS[:4]}
+    texts = {prompt: mlx.write(prompt, max_tokens=8) for prompt in PROMPTS[:4]}
 
     def ask(prompt):
         for fields in ({}, {"stop": "return"}, {"seed": 3, **SAMPLED}):
-            fields |= {"logprobs": True, "top_logprobs": 20, "n": 2}
+            fields |= {"logprobs": True, "top_logprobs": 20, "n": 2, "max_tokens": 8}
             one, other = (of(client, user(prompt), **fields) for of in (chat, streamed))
             parsed(ChatCompletion, one.model_dump(exclude_unset=True))
             for a, b in zip(one.choices, other.choices, strict=True):

@@ -6,8 +6,9 @@ from itertools import chain
 
 import mlx.core as mx
 import pytest
+from common import tries
 from fake_served import MODEL, fake_served
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from in_process import user
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -222,7 +223,7 @@ CHATS = st.lists(JSON.map(lambda v: {"role": "user", **(v if isinstance(v, dict)
 NAMES = st.sampled_from([*fields_of(CHAT), *fields_of(COMPLETIONS)])
 
 
-@settings(max_examples=300, deadline=None)
+@tries(300)
 @given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | CHATS)
 def test_any_json(body, chats, main):
     """It becomes asks that ranks can share, or an error of few words."""

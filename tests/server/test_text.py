@@ -4,8 +4,9 @@ from functools import cache, partial
 from itertools import chain, pairwise
 
 import pytest
+from common import tries
 from fake_served import wrapped
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from mlx_lm.chat_templates import muse_spark
 from mlx_lm.tokenizer_utils import SPMStreamingDetokenizer
@@ -66,7 +67,7 @@ stops = st.lists(st.text("ab é<\U0001f600", min_size=1, max_size=5), max_size=5
 cuts = st.lists(st.integers(0, 1000), max_size=12)
 
 
-@settings(max_examples=1000, deadline=None)
+@tries(1000)
 @given(letters, stops, cuts)
 @example("abcd", ["abcd", "bc"], [3])  # what may begin earlier is waited for
 @example("abcx", ["abcd", "bc"], [3])
@@ -91,7 +92,7 @@ texts = st.lists(st.sampled_from(MARKERS) | st.text("<>/{}a", max_size=4), max_s
 states, finishes = st.sampled_from(["normal", "reasoning"]), st.sampled_from(["stop", "length"])
 
 
-@settings(max_examples=300, deadline=None)
+@tries(300)
 @given(st.sampled_from([*GOOD]), texts, cuts, states, finishes, st.sampled_from([TOOLS, None]))
 def test_any_cut_of_a_text_gives_the_same_answer(parser, text, places, state, finish, tools):
     tokenizer = wrapped(parser=parser)
@@ -240,7 +241,7 @@ def made(kind, cleans=False):
 CHARACTERS = ["é", "日", "😀", "\n", "    ", " 't", "don't", " ' ' ' "]
 
 
-@settings(max_examples=500, deadline=None)
+@tries(500)
 @given(st.sampled_from([*KINDS]), st.booleans(), st.data())
 def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
     """What waits for more tokens is half a character, and what clean-up may change."""
