@@ -250,7 +250,7 @@ _, engine = started("--slots", "8")
 step("stop")
 engine.stop()
 step("check")
-check.TEXTS = 1
+check.TEXTS, check.TOKENS, check.WARMUP, check.PROMPT = 1, 2, 1, 40
 check.check(path, Path(os.environ["DARWIN_LOG"]).with_suffix(".json"))
 step("end")
 """

@@ -128,6 +128,7 @@ def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, 
     """Streamed and resident; with half of the slots if not every expert fits."""
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (memory, 0))
     monkeypatch.setattr(check, "TOKENS", 4)
+    monkeypatch.setattr(check, "WARMUP", 2)
     S, ways = plan(TINY, StreamConfig(lazy_logits=True)).slots, ["fused/slots=32", "resident"]
     if memory < 10**9:
         assert 16 < S < 64
