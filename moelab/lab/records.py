@@ -32,6 +32,7 @@ from .. import DATA
 from ..checkpoint import read_json
 from ..interrupts import written
 from ..shipped import shipped
+from . import FAST
 from .machine import card
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def interleave(
     variants: Mapping[str, Callable[[int], Any]],
     runs: int,
     settings: dict[str, Any] | None = None,
-    warmup: int = 1,
+    warmup: int = 0 if FAST else 1,
     each_round: Callable[[int], dict[str, Any]] | None = None,
     keep: Callable[["DataFrame"], None] | None = None,
     progress: bool = False,
@@ -258,7 +259,8 @@ def interleave(
     round's number (below 0: the row is not kept). It returns the columns of its row, or a float for
     ``seconds``, or None to be timed, and must evaluate what it computes. ``each_round`` returns
     columns for all rows of a round; ``keep`` gets the table after each round. A variant whose row
-    says ``killed`` is not run again.
+    says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none with
+    ``MOELAB_FAST=1``.
     """
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)

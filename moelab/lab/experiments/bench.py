@@ -25,7 +25,7 @@ from ...commands.drafting import draft_config
 from ...commands.stream_options import add_stream_options
 from ...memory import memory_available
 from ...streaming.reading import native
-from .. import limit, machine, oscache, records
+from .. import FAST, limit, machine, oscache, records
 from ..arguments import MEASURED_SLOTS, Evicting, modes_given, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
@@ -53,10 +53,10 @@ def measure(
 
     If any variant has a memory limit, each run has a process of its own. Before a limited run the
     file's pages are dropped, and a killed variant is not run again. Without limits a first round is
-    not kept. Round i takes prompt i, modulo their number; with ``feed`` (a trace's file) the
-    trace's prompt and tokens are read instead. If all models together take less than half of the
-    memory, each is loaded once and kept. ``on_round`` gets the table after each round. A row is a
-    run.
+    not kept; with ``MOELAB_FAST=1`` there is none. Round i takes prompt i, modulo their number;
+    with ``feed`` (a trace's file) the trace's prompt and tokens are read instead. If all models
+    together take less than half of the memory, each is loaded once and kept. ``on_round`` gets the
+    table after each round. A row is a run.
     """
     path = folder(path)
     given = parse_modes(modes, base) if isinstance(modes, str) else modes
@@ -113,7 +113,7 @@ def measure(
             {name: partial(run, name) for name in variants},
             runs,
             settings,
-            warmup=0 if alone else 1,
+            warmup=0 if alone or FAST else 1,
             each_round=disk,
             keep=on_round,
             progress=progress,
