@@ -6,19 +6,20 @@ from pathlib import Path
 import published
 
 from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
-from moelab.lab.records import DISTURBED, as_json, drift, paired, read, same_tokens, span, values
+from moelab.lab.records import paired, read, same_tokens, span, values
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- numbers: make numbers -->\n", "<!-- end -->\n"
-PROGRAMS = ("moelab", "llama.cpp", "mlx-vlm", "mlx-lm")
+PROGRAMS = {"moelab, repacked": "moelab, repacked", "moelab, as published": "moelab"}
+PROGRAMS |= {"llama.cpp": "llama.cpp", "mlx-lm": "mlx-lm"}
 
 
-def speed(name, variant):
-    """Write a variant's tok/s, median and interval; ``killed`` where the system ended it."""
-    found = values(read(name), variant, "tok_s")
+def speed(name, variant, column="tok_s"):
+    """Write a variant's tok/s or another column; ``killed`` where the system ended it."""
+    found = values(read(name), variant, column)
     if found.empty:
         return "killed"
-    return span(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 10 else ".0f")
+    return span(found, ".2f" if found.median() < 1 else ".1f" if found.median() < 50 else ".0f")
 
 
 def times(name, slow, fast, form=".2f"):
@@ -32,15 +33,13 @@ def host(name):
     return f"{of['cores']} cores {'with' if of['gpu'] else 'of'} an {of['gpu'] or of['cpu']}"
 
 
-def against(memories):
-    """Tabulate each program's speed; ``memories`` maps a memory to a record and its limit there."""
-    return table(
-        ["memory", *PROGRAMS],
-        *(
-            [said, *(speed(name, f"{program}, {limit}") for program in PROGRAMS)]
-            for said, (name, limit) in memories.items()
-        ),
+def against(name, memories, column="tok_s"):
+    """Tabulate the programs of a record; ``memories`` maps a memory to its limit there."""
+    rows = (
+        [said, *(speed(name, f"{peer}, {limit}", column) for peer in PROGRAMS.values())]
+        for said, limit in memories.items()
     )
+    return table(["memory", *PROGRAMS], *rows)
 
 
 def table(head, *rows):
@@ -73,22 +72,16 @@ def numbers():
     """Write the block of what was measured."""
     full, half = "cpu_against_35b_full", "cpu_slots_956"
     auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
-    all_layers = {f"{gb} GB": (full, f"{gb}000 MB") for gb in (4, 8, 15)}
-    four_layers = {
-        "a quarter of the file": ("cpu_against_35b_478", "478 MB"),
-        "half of it": ("cpu_against_35b_956", "956 MB"),
-        "no limit": ("cpu_against_35b", "no limit"),
-    }
+    memories = {f"{gb} GB": f"{gb}000 MB" for gb in (4, 8, 15)} | {"24 GiB, all": "no limit"}
     record = read(full)
-    runs, shifted = record["round"].nunique(), drift(as_json(record)["rows"])
-    by_row = f"""\
-**Compare programs in a row, not rows**: the host's speed drifted by {shifted:.0%} meanwhile, and
-the programs took turns. """
+    runs, prompt = record["round"].nunique(), record.prompt_tokens.max()
+    warm, timed, most_s = (
+        record.attrs["settings"][k] for k in ("warmup_tokens", "tokens", "most_s")
+    )
     least, free = (
-        times(full, f"llama.cpp, {limit}", f"moelab, {limit}", ".2g")
+        times(full, f"llama.cpp, {limit}", f"moelab, repacked, {limit}", ".2g")
         for limit in ("4000 MB", "no limit")
     )
-    later = [speed("cpu_slots_35b_full", f"{auto}, {gb}000 MB") for gb in (4, 8, 15)]
     cached = "956 MB, page cache"
     past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache")
     more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}")
@@ -103,28 +96,26 @@ the programs took turns. """
     on_host = times("cuda_against_35b", ours, theirs, ".1f")
     return f"""\
 40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, 19.5 GB, in tok/s, median [interval]
-([records](data/results)):
+([record](data/results/{full}.json)):
 
-{against(all_layers | {"24 GiB, no limit": (full, "no limit")})}
+{against(full, memories)}
 
-{by_row if shifted > DISTURBED else ""}In 4 GB moelab decodes {least} times as fast as
-llama.cpp, without a limit {free} times. These are {runs} runs over 8 early tokens on
-{host(full)}, the file not in memory before (*cold*), the weights
-random, each token's experts those that the trained `tiny-moe` chose. *Killed*: out of memory.
-llama.cpp has loaded what fits, moelab still fills its slots: after 96 tokens it decodes
-{later[0]}, {later[1]} and
-{later[2]} tok/s in 4, 8 and 15 GB.
+In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit
+{free} times. These are {runs} runs on {host(full)}, the file not in memory before (*cold*). Each run reads
+{prompt:.0f} tokens of a prompt, warms up for {warm} tokens, and is timed for {timed} tokens,
+but for {most_s} s at most each. *Killed*: out of memory. The weights are random. Each token's
+experts are those that the trained `tiny-moe` chose, so moelab's early guesses of experts are right
+here; of a trained model's, nine in ten are. mlx-vlm, which needs a second copy on disk, is in
+[09](notebooks/09_against_others.ipynb). Seconds to the first token:
 
-Four such layers, 1.9 GB, after 32 tokens, on {host("cpu_against_35b")}:
-
-{against(four_layers)}
+{against(full, memories, "prefill_s")}
 
 **Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
 measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts on the CPU decodes
 {on_host} times as fast as moelab with its slots filled from there ({host("cuda_against_35b")};
 [09](notebooks/09_against_others.ipynb)).
 
-What decides it, for these four layers and, last, `tiny-moe`:
+What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
 
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
   {past} times as fast as filled through it. Through it, 54 slots decode
