@@ -68,6 +68,9 @@ OTHER_DEVICES = ("RTX", "Vulkan", "phone")
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
 TOKENS = 400  # tokens of the trace; half of them fill the caches
+# The columns of a row that a prediction follows from.
+SETTING = ["model", "bits", "top_k", "machine", "ram_gb", "ssd_gb_s"]
+SETTING += ["slots_or_cache", "slots", "held_gb", "hit_rate"]
 
 
 def rows():
@@ -214,11 +217,17 @@ def predict(row):
     )
 
 
-def predicted():
-    """Return the rows that count, with their predictions."""
+def counted():
+    """Return the rows that count."""
     table = rows()
-    table = table[table.why_not == ""]
-    return table.assign(predicted_tok_s=[predict(row).tok_s for _, row in table.iterrows()])
+    return table[table.why_not == ""]
+
+
+def predicted(table):
+    """Add ``predicted_tok_s`` to rows; rows of equal settings share a prediction."""
+    of = table.groupby(SETTING, dropna=False).ngroup()
+    speeds = {n: predict(part.iloc[0]).tok_s for n, part in table.groupby(of)}
+    return table.assign(predicted_tok_s=of.map(speeds))
 
 
 # Settings of rows that are alike in these columns are compared.
@@ -317,7 +326,7 @@ def pairs():
 
 def speeds():
     """Say how far off the predictions are."""
-    sources = by_source(predicted())
+    sources = by_source(predicted(counted()))
     text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
     return f"{text}\nwith the engine known: {reached(sources, 'engine_known')}"
 

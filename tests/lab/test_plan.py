@@ -155,8 +155,8 @@ def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compa
 
 
 def test_what_a_plan_says_of_itself_follows_from_published_speeds_and_our_own(monkeypatch):
-    sources = recipe.by_source(recipe.predicted())
-    sources = sources[sources.side == "left out"].factor
+    table = recipe.counted().query("side == 'left out'")
+    sources = recipe.by_source(recipe.predicted(table)).factor
     assert (sources <= plan.FORMULA_SPREAD).mean() >= 0.8
     assert f"the worst {sources.max():.1f} times off" in plan.FORMULA_NEAR
     near, number = (
