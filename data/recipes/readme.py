@@ -105,8 +105,10 @@ In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit
 (*cold*). Each run reads {prompt:.0f} tokens of a prompt, warms up for {warm} tokens,
 and is timed for {timed} tokens, but for {most_s} s at most each. *Killed*: out of memory.
 The weights are random. Each token's experts are those that the trained `tiny-moe` chose, so
-moelab's early guesses of experts are right here; of a trained model's, nine in ten are. mlx-vlm, which needs a second copy on disk, is in
-[09](notebooks/09_against_others.ipynb). Seconds to the first token:
+moelab's early guesses of experts are right here; of a trained model's, nine in ten are. mlx-vlm,
+which needs a second copy on disk, is in [09](notebooks/09_against_others.ipynb).
+
+Seconds to the first token:
 
 {against(full, memories, "prefill_s")}
 
