@@ -5,6 +5,7 @@ from pathlib import Path
 
 import published
 
+import moelab
 from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
 from moelab.lab.records import paired, read, same_tokens, span, values
 
@@ -28,9 +29,10 @@ def times(name, slow, fast, form=".2f"):
 
 
 def host(name):
-    """Write which machine made a record: its cores, and its GPU or else its processor."""
+    """Write which machine made a record, and whether an earlier engine did."""
     of = read(name).attrs["machine"]
-    return f"{of['cores']} cores {'with' if of['gpu'] else 'of'} an {of['gpu'] or of['cpu']}"
+    age = " (an earlier engine)" if of.get("engine", 1) < moelab.ENGINE else ""
+    return f"{of['cores']} cores {'with' if of['gpu'] else 'of'} an {of['gpu'] or of['cpu']}{age}"
 
 
 def against(name, memories, column="tok_s"):
@@ -121,7 +123,8 @@ What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
 
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
   {past} times as fast as filled through it. Through it, 54 slots decode
-  {more} times as fast as 8 ([03](notebooks/03_page_cache.ipynb)).
+  {more} times as fast as 8 ({host(half)};
+  [03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm on {host("cpu_ladder_35b")}
   ([02](notebooks/02_expert_streaming.ipynb)).

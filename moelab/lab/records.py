@@ -352,8 +352,8 @@ def drift(rows: list[dict[str, Any]]) -> float:
     """Compute how much slower the slowest third of a run was than its fastest: 0.1 is a tenth.
 
     Variants without drafts that ran in each round are the control: a round's speed is the median of
-    their times, each over its own median. Fewer than five rounds, or less than ``DRIFT_S`` seconds
-    of samples, have no drift (0).
+    their times, each over its own median. Fewer than five rounds (three, with 15 samples), or less
+    than ``DRIFT_S`` seconds of samples, have no drift (0).
     """
     took, total = {}, 0  # by variant, then by round; seconds of all samples
     for row in rows:
@@ -365,7 +365,8 @@ def drift(rows: list[dict[str, Any]]) -> float:
             of[i] = of.get(i, 0) + seconds / (row.get("decode_tokens") or 1)
     rounds = sorted({i for of in took.values() for i in of if i is not None})
     whole = [[of[i] for i in rounds] for of in took.values() if of.keys() >= {*rounds}]
-    if len(rounds) < 5 or not whole or total < DRIFT_S:
+    least = 3 if len(rounds) * len(whole) >= 15 else 5
+    if len(rounds) < least or not whole or total < DRIFT_S:
         return 0.0
     of_round = np.median([np.divide(times, np.median(times)) for times in whole], axis=0)
     thirds = [np.median(part) for part in np.array_split(of_round, 3)]

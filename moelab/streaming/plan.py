@@ -1,8 +1,7 @@
 """``plan`` decides how many slots fit, and ``footprint`` says what a loaded model will take.
 
 Notebook 03 measured the choice: decoding is fastest with nearly all of the memory in slots and
-reads past the page cache. Few slots are nearly as fast, because the page cache has the rest of the
-memory. With half of the memory in slots, slots and page cache hold the same experts.
+reads past the page cache.
 """
 
 from collections.abc import Sequence
