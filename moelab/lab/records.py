@@ -306,7 +306,7 @@ class Running:
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {
             "kind": kind,
-            "command": " ".join(Path(w).name if os.path.isabs(w) else w for w in sys.orig_argv),
+            "command": " ".join(map(_unrooted, sys.orig_argv)),
             **_commit(),
             "machine": card(),
             "settings": settings or {},
@@ -338,6 +338,12 @@ class Running:
             "disturbed": is_timed and much,
         }
         return self.header | {"load": load} | more | {"rows": rows}
+
+
+def _unrooted(word):
+    """A word of a command line; of an absolute path, also behind ``NAME=``, the last name only."""
+    name, equals, path = word.rpartition("=")
+    return name + equals + (os.path.basename(path) if os.path.isabs(path) else path)
 
 
 def _others_s():

@@ -70,7 +70,7 @@ def test_a_run_whose_speed_drifts_is_disturbed():
     assert records.drift(rows(1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0)) == 0  # in single rounds
     assert records.drift(rows(1.0, 9.0, 1.0, 9.0)) == 0  # too few
     assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25)) == pytest.approx(0.25)
-    assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25, scale=1)) == 0  # too short
+    assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25, scale=0.5)) == 0  # too short
     assert records.drift([{"variant": "a", "round": i, "counted": i} for i in range(9)]) == 0
     assert records.Running("bench").record(rows(1.0, 1.0, 1.0, 1.0, 1.2, 1.2))["load"]["disturbed"]
 
