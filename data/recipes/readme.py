@@ -16,7 +16,7 @@ PROGRAMS |= {"llama.cpp": "llama.cpp", "mlx-lm": "mlx-lm"}
 
 
 def speed(name, variant, column="tok_s"):
-    """Write a variant's tok/s or another column; ``killed`` where the system ended it."""
+    """Write the median and interval of a variant's column, or that the system killed it."""
     found = values(read(name), variant, column)
     if found.empty:
         return "killed"
@@ -76,6 +76,7 @@ def numbers():
     auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
     memories = {f"{gb} GB": f"{gb}000 MB" for gb in (4, 8, 15)} | {"24 GiB, all": "no limit"}
     record = read(full)
+    nbytes = record[record.peer == "moelab"].file_nbytes.max()
     runs, prompt = record["round"].nunique(), record.prompt_tokens.max()
     warm, timed, most_s = (
         record.attrs["settings"][k] for k in ("warmup_tokens", "tokens", "most_s")
@@ -97,34 +98,35 @@ def numbers():
     ours, theirs = "moelab/source=host/slots=64, no limit", "llama.cpp/experts=cpu, no limit"
     on_host = times("cuda_against_35b", ours, theirs, ".1f")
     return f"""\
-40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, 19.5 GB, in tok/s, median [interval]
+40 layers of Qwen3.5-35B-A3B's shapes in 4 bits, {nbytes / 1e9:.1f} GB, in tok/s, median [interval]
 ([record](data/results/{full}.json)):
 
 {against(full, memories)}
 
 In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit
-{free} times. These are {runs} runs on {host(full)}, the file not in memory before
-(*cold*). Each run reads {prompt:.0f} tokens of a prompt, warms up for {warm} tokens,
-and is timed for {timed} tokens, but for {most_s} s at most each. *Killed*: out of memory.
-The weights are random. Each token's experts are those that the trained `tiny-moe` chose, so
-moelab's early guesses of experts are right here; of a trained model's, nine in ten are. mlx-vlm,
-which needs a second copy on disk, is in [09](notebooks/09_against_others.ipynb).
+{free} times. Each program ran {runs} times, in turn, on {host(full)}. The file
+was not in memory before (*cold*). A run reads {prompt:.0f} tokens of a prompt and {warm} tokens to
+warm up. Then it is timed for {timed} tokens. Warm-up and timing each end after {most_s} s at most.
+*Killed*: out of memory. The weights are random, and each token's experts are those that the trained
+`tiny-moe` chose. So moelab's early guesses of experts are always right here. A trained model's are
+not ([04](notebooks/04_prefetch.ipynb)). mlx-vlm needs a second copy on disk. It is in
+[09](notebooks/09_against_others.ipynb).
 
 Seconds to the first token:
 
 {against(full, memories, "prefill_s")}
 
 **Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
-measure. If it fits in the memory of a GPU's host: llama.cpp, which with experts on the CPU decodes
-{on_host} times as fast as moelab with its slots filled from there ({host("cuda_against_35b")};
-[09](notebooks/09_against_others.ipynb)).
+measure. If it fits in the memory of a GPU's host: llama.cpp. With experts on the CPU it decodes
+{on_host} times as fast as moelab whose slots are filled from the host's memory, on
+{host("cuda_against_35b")} ([09](notebooks/09_against_others.ipynb)).
 
 What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
 
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
   {past} times as fast as filled through it. Through it, 54 slots decode
-  {more} times as fast as 8 ({host(half)};
-  [03](notebooks/03_page_cache.ipynb)).
+  {more} times as fast as 8, on {host(half)}
+  ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm on {host("cpu_ladder_35b")}
   ([02](notebooks/02_expert_streaming.ipynb)).
@@ -132,12 +134,12 @@ What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
   {slots} times as fast as resident if the others come from the file in the page
   cache, {copied} times if moelab keeps them in the host's memory
   ([02](notebooks/02_expert_streaming.ipynb)).
-- **A draft's time.** `tiny-moe` (greedy, 48 of 64 experts in slots) decodes with a block draft's 7
-  guesses {block} times as fast as its {gpu} tok/s without on
-  {host(drafts[0])}, where {texts - same} of {texts} texts then differ, because of
-  rounding. On {host(drafts[1])} it is
-  {here} times {cpu_alone} tok/s, and {looked_up} with 7 guesses looked up in
-  the text ([07](notebooks/07_speculative_streaming.ipynb)).
+- **A draft's time.** `tiny-moe` decodes greedy text with 48 of 64 experts in slots. On
+  {host(drafts[0])} it decodes {gpu} tok/s. A block draft's 7 guesses
+  make it {block} times as fast, and {texts - same} of {texts} texts differ, because of rounding. On
+  {host(drafts[1])} it decodes {cpu_alone} tok/s. The same guesses
+  make it {here} times as fast, 7 guesses looked up in the text {looked_up} times
+  ([07](notebooks/07_speculative_streaming.ipynb)).
 """
 
 

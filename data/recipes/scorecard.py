@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from moelab.lab import claims
+from moelab.lab.claims import linked
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/scorecard.md"
@@ -54,13 +55,7 @@ def page():
     card, regimes = claims.scorecard(), claims.regimes()
     counts = card.verdict.value_counts().reindex(claims.VERDICTS).dropna().astype(int)
     verdicts = [
-        (
-            f"[{i}](#{i.lower()})",
-            c.claim,
-            f"*{c.verdict}*",
-            claims.linked(c.source),
-            notebooks(c.notebook),
-        )
+        (f"[{i}](#{i.lower()})", c.claim, f"*{c.verdict}*", linked(c.source), notebooks(c.notebook))
         for i, c in card.iterrows()
     ]
     parts = [

@@ -150,7 +150,8 @@ def _timed(
         stats(model, reset=True)
     if before_prompt:
         before_prompt()
-    # As in mlx-lm's own loop: on a Mac the GPU's memory stays in its place meanwhile.
+    # As mlx-lm's own loop does on a Mac: macOS may not move the GPU's memory out while tokens are
+    # timed.
     with wired_limit(model, [generation_stream]), closing(rounds):
         begin = time.perf_counter()
         for made, drafted in rounds:

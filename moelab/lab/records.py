@@ -49,6 +49,7 @@ COMPUTED = {  # columns that ``table`` computes where rows have the columns of t
     "tau": "1 + accepted / rounds",
 }
 DISTURBED = 0.1  # a run is disturbed if others use a larger share of the cores or it drifts more
+WARMUP = 0 if FAST else 1  # rounds that are not kept
 DRIFT_S = 30  # in a shorter run, what looks like drift is noise of single samples
 CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
 
@@ -248,7 +249,7 @@ def interleave(
     variants: Mapping[str, Callable[[int], Any]],
     runs: int,
     settings: dict[str, Any] | None = None,
-    warmup: int = 0 if FAST else 1,
+    warmup: int = WARMUP,
     each_round: Callable[[int], dict[str, Any]] | None = None,
     keep: Callable[["DataFrame"], None] | None = None,
     progress: bool = False,

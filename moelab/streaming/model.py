@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from threading import RLock
 from time import perf_counter
@@ -371,15 +372,13 @@ def _stream(model, experts, session):
 
 def _populate(layers):
     """Take the slots' memory from the system, in huge pages while it comes fast (``HUGE_S``)."""
-    begin, nbytes = perf_counter(), 0
+    begin = perf_counter()
 
-    def take(layer):
-        nonlocal nbytes
-        nbytes += layer.bank.nbytes
+    def take(layer, nbytes):
         layer.bank.populate(perf_counter() - begin < HUGE_S * nbytes)
 
     with ThreadPoolExecutor(num_threads()) as pool:
-        [*pool.map(take, layers)]
+        [*pool.map(take, layers, accumulate(layer.bank.nbytes for layer in layers))]
 
 
 def _evaluate(model):

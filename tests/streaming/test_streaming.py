@@ -123,7 +123,7 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
         assert not align or not (rooms % align).any()
         populated = []
         monkeypatch.setattr(bank.SlotBank, "populate", lambda own, huge: populated.append(huge))
-        for huge_s in (0, 1):  # slower and faster than huge pages should be
+        for huge_s in (0, 1):  # at 0 no layer came fast enough for huge pages, at 1 each did
             monkeypatch.setattr(engine, "HUGE_S", huge_s)
             engine._populate([slots])
         assert populated == [False, True]

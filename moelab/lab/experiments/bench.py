@@ -25,7 +25,7 @@ from ...commands.drafting import draft_config
 from ...commands.stream_options import add_stream_options
 from ...memory import memory_available
 from ...streaming.reading import native
-from .. import FAST, limit, machine, oscache, records
+from .. import limit, machine, oscache, records
 from ..arguments import MEASURED_SLOTS, Evicting, modes_given, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
@@ -113,7 +113,7 @@ def measure(
             {name: partial(run, name) for name in variants},
             runs,
             settings,
-            warmup=0 if alone or FAST else 1,
+            warmup=0 if alone else records.WARMUP,
             each_round=disk,
             keep=on_round,
             progress=progress,

@@ -12,9 +12,9 @@ choose it in ``Session``. (``StreamConfig.source`` is about a GPU's host, see re
 A layer that waits for experts calls ``Reader.start`` and ``finish``. Reads that no layer
 waits for yet begin with ``start_ahead``; their threads let the other reads go first.
 
-A read by native code that fails or comes back short is tried once more with ``preadv``. It fails
-if that fails or comes back short too, or if its file has changed. ``ReadError`` names the file and,
-unless the file has changed, tensor, expert and offset. The call of the layer raises the error.
+If a read by native code fails or comes back short, ``preadv`` tries it once more. If that read
+fails or comes back short, too, or if the file has changed, the call of the layer raises
+``ReadError``. It names the file and, unless the file has changed, tensor, expert and offset.
 Where only the GPU waits for the reads, the next layer's call raises it, or the end of the model's
 call. A read ahead that fails raises nothing: the layer reads again. ``SlotTable.commit`` is not
 reached for failed reads, so the table holds no expert whose bytes are missing. ``Session.call``

@@ -36,12 +36,12 @@ from ..reading.ranges import Ranges
 # A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
-# Seconds for each byte. Huge pages are asked for as long as they come this fast. Reads into them
-# come at 2.4 GB/s in place of 1.7 and cost half of a core's time. So 40 layers in 8 GB decode 1.1
-# to 1.4 times as fast, and a text of 128 tokens gains some 0.5 to 1 s for each GB of slots. Huge
-# pages took 0.2 to 0.5 s a GB, and 1 to 4 s where Linux had to move other pages for them, or where
-# a virtual machine's host had taken the memory back. Small pages took 0.4 to 1.8 s a GB (two cores
-# of a virtual machine).
+# Seconds for each byte. A layer asks for huge pages while the layers so far came this fast on
+# average. Reads into huge pages come at 2.4 GB/s in place of 1.7 and take a core half as long. So
+# 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128 tokens gains some 0.5 to 1 s
+# for each GB of slots. Huge pages took 0.2 to 0.5 s a GB, and 1 to 4 s where Linux had to move
+# other pages for them, or where a virtual machine's host had taken the memory back. Small pages
+# took 0.4 to 1.8 s a GB (two cores of a virtual machine).
 HUGE_S = 1.5e-9
 
 
