@@ -62,8 +62,8 @@ def measure(model_path, options, file, first, warm, tokens, prompts, record, **_
     did = moelab.stats(model).decode
     if record:
         trace.save(file)
-    row |= {"token": took_s / tokens, "tok/s": tokens / took_s, "CPU ms": cpu / tokens}
-    row |= {"MB": did.bytes_read / tokens / 1e6, "wait": did.wait_s / tokens}
+    row |= {"decode_s": took_s, "decode_tokens": tokens, "CPU ms": cpu / tokens}
+    row |= {"MB": did.bytes_read / tokens / 1e6, "wait_s": did.wait_s}
     if used := did.prefetch_used:
         row |= {"right": used / did.prefetch_issued, "found": used / (used + did.misses)}
     elif did.read_s:  # if guesses are read, ``read_s`` has only the awaited reads
