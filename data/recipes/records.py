@@ -5,7 +5,8 @@
     python data/recipes/records.py cpu_ladder_35b    measures one record
     python data/recipes/records.py old               measures the old ones; go on after a stop
 
-A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted meanwhile.
+A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted meanwhile. A
+record of MLX alone has ``engine: null``.
 
 The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
 command (``{out}`` is the file, other words in braces are checkpoints, made once under
@@ -24,7 +25,7 @@ import moelab
 from moelab import DATA
 from moelab.checkpoint import read_json
 from moelab.lab import records
-from moelab.lab.machine import card
+from moelab.lab.machine import card, engine_of
 
 RESULTS, WORK = DATA / "results", DATA.parent / "build" / "records"
 WORDS = ("what", "part", "make", "notebook")  # of a header: a record made anew keeps them
@@ -92,7 +93,7 @@ def changes(old, new):
 
 def old(header):
     """Return why a record is to be made anew, or nothing."""
-    engine, drift = header.get("machine", {}).get("engine", 1), records.drift(header["rows"])
+    engine, drift = engine_of(header.get("machine", {})), records.drift(header["rows"])
     told = [f"engine {engine}"] if engine < moelab.ENGINE else []
     return ", ".join([*told, f"drift {drift:.0%}"] if drift > records.DISTURBED else told)
 

@@ -1,5 +1,6 @@
 """Opens the draft that a command line names, and writes text with a draft."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ..speculation.generate import speculative_generate
 from ..speculation.mtp import MTPDraft, is_head
 from ..speculation.policy import Policy
 from ..streaming.config import StreamConfig
+from ..streaming.cuda import on_cuda
 from ..streaming.model import load
 from ..streaming.ranks import Ranks
 from ..streaming.session import session_of
@@ -27,6 +29,8 @@ def open_draft(
     """Open a draft: ``lookup``, ``mtp`` (the head in the target's folder), or a folder's draft."""
     if draft is None:
         return None
+    if on_cuda():  # cuDNN plans attention anew for each length of text, and a round changes it
+        os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # read at the first attention
     if draft == LOOKUP:
         return LookupDraft()
     config = {} if draft == MTP else draft_config(draft)

@@ -63,9 +63,14 @@ def card_line(card: dict[str, Any] | None = None) -> str:
     return f"{c['cpu']}, {c['cores']} cores, {memory}, {system}; {where}; {versions}; {made(c)}"
 
 
+def engine_of(card: dict[str, Any]) -> int:
+    """Return the engine that made a record; today's if none of ours computed (``None``)."""
+    return card.get("engine", 1) or ENGINE
+
+
 def made(card: dict[str, Any]) -> str:
     """Write the date of a record, and its engine if that is not today's."""
-    engine = card.get("engine", 1)
+    engine = engine_of(card)
     return card["date"] + (f" by engine {engine} of {ENGINE}" if engine < ENGINE else "")
 
 

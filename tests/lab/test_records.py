@@ -204,6 +204,7 @@ def test_a_part_makes_its_checkpoints_and_its_records(tmp_path, monkeypatch, cap
     assert "changed by more than its interval: 1 of 1" in told
 
     assert recipe.main() == 0 and "one: cpu_a (old: engine 1)" in capsys.readouterr().out
+    assert recipe.old({"machine": {"engine": None}, "rows": []}) == ""  # of MLX alone
 
     monkeypatch.setattr(recipe, "card", lambda: {"backend": "CUDA"})
     with pytest.raises(SystemExit, match="makes records cuda_"):

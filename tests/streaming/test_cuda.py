@@ -16,6 +16,7 @@ from families import K
 from faults import patch_preadv, read_in_threads
 
 import moelab
+from moelab.commands import drafting
 from moelab.lab.arguments import Evicting
 from moelab.repack import repack
 from moelab.streaming import cuda
@@ -338,3 +339,14 @@ def test_without_cuda_bindings_or_turned_off(runtime, copies, hybrid, monkeypatc
     with load_model(hybrid)[0] as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_a_draft_turns_cudnns_attention_off_unless_told(given, monkeypatch):
+    # monkeypatch puts back what open_draft sets, too
+    monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", given or "")
+    if given is None:
+        del os.environ["MLX_CUDA_USE_CUDNN_SDPA"]
+    monkeypatch.setattr(drafting, "on_cuda", lambda: True)
+    drafting.open_draft("lookup")
+    assert os.environ["MLX_CUDA_USE_CUDNN_SDPA"] == (given or "0")
