@@ -15,6 +15,7 @@ from ..checkpoint import Checkpoint, ExpertTensor, leaves, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
 from .build import build_model
 from .config import StreamConfig
+from .cuda import on_metal
 from .disk_embedding import DiskEmbedding
 from .handover import FEW_TOKENS
 from .residency.bank import slot_nbytes
@@ -165,7 +166,7 @@ def facts_of(
     if config.kernels == "fast" and logits is not None:
         each = 2 * logits.shape[-1] * dtype.size
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
-    elif logits is not None and not mx.metal.is_available():
+    elif logits is not None and not on_metal():
         # Except on Metal, MLX's kernels keep a recurrent state for every token.
         token += max(states, default=0)
     tensors = checkpoint.tensors

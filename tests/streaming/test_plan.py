@@ -43,7 +43,7 @@ def parts(plan):
 
 def test_all_that_fits_is_in_slots():
     """The more memory the more slots, to the last one that fits, up to one for every expert."""
-    found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in range(140, 176, 4)]
+    found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in (*range(140, 176, 4), 240)]
     slots = [p.slots for p in found]
     assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
     for p in found:  # the other slots lend their memory to a prompt
@@ -225,6 +225,18 @@ def test_on_a_gpu_its_own_limit_counts(backend, monkeypatch):
     assert p.memory_nbytes + p.system_nbytes < total
     if not mx.metal.is_available():  # a Mac may fill less
         assert p.system_nbytes == min(total // 10, 4 * GB)
+
+
+def test_on_a_macs_cpu_a_prompt_keeps_every_state(monkeypatch):
+    """The default device decides, not what the machine has."""
+    if mx.default_device() != mx.cpu:
+        pytest.skip("needs the CPU backend")
+    config = moelab.StreamConfig(kernels="mlx")
+    want = moelab.ModelFacts.of(TINY_MOE, config).token_nbytes
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert moelab.ModelFacts.of(TINY_MOE, config).token_nbytes == want
+    monkeypatch.setattr("moelab.streaming.facts.on_metal", lambda: True)
+    assert moelab.ModelFacts.of(TINY_MOE, config).token_nbytes < want
 
 
 def lengths_of(session):
