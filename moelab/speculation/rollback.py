@@ -134,7 +134,8 @@ class Rollback:
             return self.strategy == "states"
         caches = (c for c, _ in current.snapshots)
         state_nbytes = sum(c.nbytes for c in caches if isinstance(c, ArraysCache))
-        return not mx.metal.is_available() and current.num_tokens * state_nbytes <= STATES_NBYTES
+        on_metal = mx.metal.is_available() and mx.default_device() == mx.gpu
+        return not on_metal and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
         """Whether the first tapes, after all tokens of their pass, give what the caches hold."""
