@@ -113,6 +113,17 @@ def test_a_mac_that_repeats_an_answer_knows_what_arrays_took_since(mac):
     assert 2**22 <= mac.memory()[1] - 4500 * page < 2**23
 
 
+def test_a_macs_plan_counts_what_a_former_model_took(mac, monkeypatch):
+    """On Metal MLX keeps the memory of freed arrays, for the system it is in use."""
+    monkeypatch.setattr(memory, "memory_in_cgroups", lambda: None)
+    monkeypatch.setattr(plans, "memory_in_cgroups", lambda: None)
+    mac.set("free_pages", 1_100_000)
+    want = moelab.plan(TINY).memory_nbytes
+    mac.set("free_pages", 1_000_000)
+    monkeypatch.setattr(mx, "clear_cache", lambda: mac.set("free_pages", 1_100_000))
+    assert moelab.plan(TINY).memory_nbytes == pytest.approx(want, abs=1e6)
+
+
 def test_linux_says_what_is_in_swap(tmp_path, monkeypatch):
     monkeypatch.setattr(system, "Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr(system.resource, "getrusage", lambda _: SimpleNamespace(ru_majflt=500))

@@ -199,7 +199,8 @@ def plan_of(
     if draft is not None:
         config, nbytes = _beside(draft, facts, config)
         reserved += nbytes
-    return_free_memory()  # so that memory that ``facts_of`` has freed counts as available
+    mx.clear_cache()  # so that memory counts as available that ``facts_of`` or a former model freed
+    return_free_memory()
     given, there = config.memory_nbytes, (0, 0)
     if most is None:
         most, there = (Most(*3 * (given,)), there) if given is not None else _for_a_model()
