@@ -74,6 +74,6 @@ def everywhere(
 
 def in_rank(function: str, backend: str, *args: Any) -> Any:
     """Run the function of ``everywhere`` in this rank."""
-    if backend == "ring":
+    if backend == "ring" and mx.cuda.is_available():
         mx.set_default_device(mx.cpu)
     return pkgutil.resolve_name(function)(joined(), *args)

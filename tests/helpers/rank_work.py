@@ -27,7 +27,8 @@ def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) ->
     """Of each model: a hash of all logits, ``[L, E]`` what was read, hits and misses."""
     found = []
     for model_path, fields in cases:
-        model, _ = load_model(model_path, moelab.StreamConfig(**fields), group=group)
+        config = moelab.StreamConfig(dtype="float32", **fields)  # as in the tests' process
+        model, _ = load_model(model_path, config, group=group)
         with model:
             layers = session_of(model).layers
             read = np.zeros((len(layers), max(layer.num_experts for layer in layers)), bool)

@@ -23,6 +23,7 @@ import rank_work
 from common import TINY_MOE
 from in_process import complete
 
+from moelab.lab import ranks
 from moelab.lab.ranks import environments, everywhere, hosts
 from moelab.streaming.ranks import RankError, Ranks, by_number
 
@@ -83,6 +84,16 @@ def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
         if "prefetch" not in settings:  # it may also read what nobody asks for
             np.testing.assert_array_equal(by_rank.any(0), read, f"{name} {settings}")
         assert np.sum([rank[2] for rank in each]) == sum(counts)
+
+
+@pytest.mark.parametrize("cuda", (False, True))
+def test_a_ring_takes_a_macs_gpu(cuda, monkeypatch):
+    """As one rank alone does."""
+    chosen = []
+    monkeypatch.setattr(mx, "set_default_device", chosen.append)
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(ranks, "joined", lambda: None)
+    assert ranks.in_rank("builtins:str", "ring") == "None" and chosen == [mx.cpu] * cuda
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +188,7 @@ def test_a_message_that_did_not_arrive(monkeypatch):
 
 MODEL = str(TINY_MOE)
 PROMPT = "def add(a, b):"
-OPTIONS = ("--slots", "12", "--kernels", "mlx")
+OPTIONS = ("--slots", "12", "--kernels", "mlx", "--dtype", "float32")
 
 
 @pytest.fixture

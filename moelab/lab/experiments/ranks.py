@@ -2,10 +2,10 @@
 
     python -m moelab.lab ranks OUT.json MODEL [RUNS [TRACE]]     (on Linux, memory limited)
 
-On CPUs the ranks talk over MLX's ring and share this machine's cores, memory bus and SSD. Each rank
-has a memory limit of its own, page cache included, and in some runs a slow SSD of its own, which is
-simulated: a layer waits until its reads would have come at a fixed rate. Where MLX has CUDA, the
-ranks talk over NCCL, and each has a GPU and no limit.
+On CPUs and on Macs the ranks talk over MLX's ring and share this machine's processors, memory bus
+and SSD. Each rank has a memory limit of its own (Linux), page cache included, and in some runs a
+slow SSD of its own, which is simulated: a layer waits until its reads would have come at a fixed
+rate. Where MLX has CUDA, the ranks talk over NCCL, and each has a GPU and no limit.
 """
 
 import hashlib
