@@ -145,7 +145,7 @@ def _stored(path: Path, config: dict) -> SimpleNamespace:
     fc = "fc.weight" if is_head(config) else "mtp.fc.weight"
     if family in NEXTN:
         fc = f"layers.{text['num_hidden_layers']}.eh_proj.weight"
-    names = {f: read_header(f).keys() for f in sorted(path.glob("*.safetensors"))}
+    names = {f: read_header(f).keys() for f in sorted(path.glob("[!.]*.safetensors"))}
     found = [n for some in names.values() for n in some if f".{n}".endswith(f".{fc}")]
     if not found:
         raise CheckpointError(
