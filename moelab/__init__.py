@@ -42,28 +42,23 @@ ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
-_HOMES = {  # the module that each public name comes from
-    "CheckpointError": "checkpoint",
-    "DFlashDraft": "speculation.dflash",
-    "LookupDraft": "speculation.drafts",
-    "MTPDraft": "speculation.mtp",
-    "ModelDraft": "speculation.drafts",
-    "ModelFacts": "streaming.facts",
-    "Plan": "streaming.plan",
-    "ReadError": "streaming.reading.file",
-    "Rollback": "speculation.rollback",
-    "Stats": "streaming.session",
-    "StreamConfig": "streaming.config",
-    "Trace": "streaming.trace",
-    "TraceError": "streaming.trace",
-    "close": "streaming.model",
-    "footprint": "streaming.plan",
-    "load": "streaming.model",
-    "plan": "streaming.plan",
-    "record": "streaming.record",
-    "speculative_generate": "speculation.generate",
-    "stats": "streaming.session",
+_PUBLIC = {  # names by the module that they come from
+    "checkpoint": "CheckpointError",
+    "speculation.dflash": "DFlashDraft",
+    "speculation.drafts": "LookupDraft ModelDraft",
+    "speculation.generate": "speculative_generate",
+    "speculation.mtp": "MTPDraft",
+    "speculation.rollback": "Rollback",
+    "streaming.config": "StreamConfig",
+    "streaming.facts": "ModelFacts",
+    "streaming.model": "close load",
+    "streaming.plan": "Plan footprint plan",
+    "streaming.reading.file": "ReadError",
+    "streaming.record": "record",
+    "streaming.session": "Stats stats",
+    "streaming.trace": "Trace TraceError",
 }
+_HOMES = {name: home for home, names in _PUBLIC.items() for name in names.split()}
 __all__ = ["DATA", *_HOMES]
 
 

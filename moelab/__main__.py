@@ -71,6 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
             with tqdm(desc=f"moelab {name} starts", bar_format="{desc}", leave=False, disable=None):
                 module = importlib.import_module(f"{__package__}.{module_name}")
+            command.description = module.__doc__
             module.add_arguments(command)
             needed = [a for a in command._actions if a.required or not a.option_strings]
             needed = [" ".join([*a.option_strings[-1:], a.metavar]) for a in needed]
@@ -158,7 +159,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"moelab: {error} Close other programs, or lower --memory-nbytes.", file=sys.stderr)
         return 1
     finally:
-        _flush_or_drop(sys.stdout)
+        try:
+            sys.stdout.flush()
+        except OSError:  # drop the text: Python would report the error again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_current_folder():
@@ -170,14 +174,6 @@ def _check_current_folder():
             f"the current folder {os.environ.get('PWD', '')} was removed: change to another one "
             "and run the command there"
         ) from error
-
-
-def _flush_or_drop(out):
-    """Flush ``out``, or drop its text: Python would report the error again at its end."""
-    try:
-        out.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 def start() -> None:

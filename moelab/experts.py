@@ -14,8 +14,6 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from .checkpoint import GATE_UP, Checkpoint, CheckpointError, ExpertTensor, Tensor
 
-PROJECTIONS = (*GATE_UP, "down_proj")
-
 
 def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Path and module of each ``SwitchGLU`` and ``SwitchMLP`` of a model, in layer order."""
@@ -28,7 +26,7 @@ def expert_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def expert_parameters(module: nn.Module) -> dict[str, mx.array]:
     """The parameters ``[E, ...]`` of a module's experts, by names such as ``up_proj.weight``."""
-    names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else PROJECTIONS
+    names = ("fc1", "fc2") if isinstance(module, SwitchMLP) else (*GATE_UP, "down_proj")
     return {f"{name}.{k}": p for name in names for k, p in tree_flatten(module[name].parameters())}
 
 

@@ -14,13 +14,10 @@ from pathlib import Path
 
 import psutil
 
-OF_MLX_LM = 2048  # the soft limit that mlx-lm sets
-SPARE = 64  # files for sockets, pipes, libraries, a trace and all else that a process opens
-
 
 def allow_open(n: int, path: Path) -> None:
     """Let the process open ``n`` more files of a model; OSError names the limit that is too low."""
-    needed = psutil.Process().num_fds() + n + SPARE
+    needed = psutil.Process().num_fds() + n + 64  # for sockets, pipes, libraries, a trace
     _raise_soft_limit(needed)
     allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed < needed and allowed != resource.RLIM_INFINITY:
@@ -57,7 +54,7 @@ def _run(exec_module: Callable, module) -> None:
         exec_module(module)
     finally:
         resource.setrlimit = setrlimit
-    _raise_soft_limit(OF_MLX_LM)
+    _raise_soft_limit(2048)  # as mlx-lm does
 
 
 sys.meta_path.insert(0, _Finder)

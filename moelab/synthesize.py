@@ -27,13 +27,6 @@ from .streaming.trace import Trace
 BITS = 4  # of a weight; mlx-lm's own default
 CHUNK_NBYTES = 16 << 20  # written at once; no more of a tensor is in memory
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's; an installed moelab has no data/
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 # Families that can be written with fewer layers. Configurations of others list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
 # A layer's output has this standard deviation if its input has 1. Routed experts get more, because
@@ -165,8 +158,10 @@ def _read_tokenizer(folder):
             f"no tokenizer.json in {folder}: name a folder that holds one with --tokenizer "
             "(that of any mlx-lm model)"
         )
+    names = [file.name, "tokenizer_config.json", "special_tokens_map.json"]
+    names += ["chat_template.jinja", "chat_template.json"]
     # The files are read before the weights are written, since they may be replaced meanwhile.
-    files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()}
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
     with readable(f"{file}: expected a tokenizer, got"):
         known = Tokenizer.from_buffer(files[file.name])
     return files, max(known.get_vocab().values()) + 1, list(known.get_added_tokens_decoder())
@@ -217,14 +212,10 @@ def synthesize(
     trace = Trace.load(routing) if isinstance(routing, (str, Path)) else routing
     routers = None if trace is None else Routers(config, tensors, trace, seed)
     nbytes = sum(t.nbytes for t in tensors)
-    config["moelab_synthetic"] = facts = {
-        "like": like,
-        "seed": seed,
-        "layers": layers,
-        "layers_of_the_real_model": published_layers,
-        "vocab": vocab,
-        "vocab_of_the_real_model": published_vocab,
-    }
+    facts = {"like": like, "seed": seed, "layers": layers, "vocab": vocab}
+    facts["layers_of_the_real_model"] = published_layers
+    facts["vocab_of_the_real_model"] = published_vocab
+    config["moelab_synthetic"] = facts
     if routers:
         facts["routing"] = {
             "trace": trace.model,

@@ -480,7 +480,7 @@ def wait(*_):
         ctypes.CDLL(None).pthread_mutex_lock(memory)
     time.sleep(1000)
 
-save = kv_cache.save_prompt_cache
+save = kv_cache.mlx_lm_cache.save_prompt_cache
 {}
 sys.argv[1:] = {!r}.split()
 runpy.run_module("moelab", run_name="__main__")
@@ -491,7 +491,7 @@ CUTS = {  # a command of model M: where it is cut off, and what it says
     "generate M -p y": ("model.tokenizer_of = wait", ""),
     "repack M o": ("repack._Layer.write = begin", ": nothing was written, there is no o"),
     "cache-prompt M --prompt x --prompt-cache-file o.safetensors": (
-        "kv_cache.save_prompt_cache = lambda *args: save(*args) or begin()",
+        "kv_cache.mlx_lm_cache.save_prompt_cache = lambda *args: save(*args) or begin()",
         "",
     ),
 }

@@ -18,9 +18,6 @@ from . import vlm
 from .files import FOR_MLX, CheckpointError, read_json, readable, regular_file, sample, shorten
 from .headers import merge_headers, read_header, read_packed
 
-# The families' keys for the number of layers. mlx-lm builds as many layers as this key says.
-LAYERS_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-
 FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."
@@ -128,7 +125,8 @@ def check_config(config: dict, file: Path, num_tensors: int) -> None:
     """Refuse values with which mlx-lm would divide by 0 or build more layers than tensors exist."""
     for key, value in config.items():
         expected = None
-        if key in LAYERS_KEYS and type(value) is int and value > num_tensors:
+        is_depth = key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+        if is_depth and type(value) is int and value > num_tensors:
             expected = f"at most {num_tensors}, the tensors of the model"
         if "group" in key and value == 0 and (type(value) is int or key == "group_size"):
             expected = "another number than 0"

@@ -19,7 +19,6 @@ from ..interrupts import undone
 FOR_MLX = "Take a version made for MLX, or convert the original one with mlx_lm.convert."
 # ``sample`` reads this many blocks of this size: 2 ms on an SSD if the page cache lacks them.
 BLOCKS, BLOCK_NBYTES = 16, 4096
-SPARE_NBYTES = 64 << 20  # kept free on the disk for headers, the configuration, the tokenizer
 
 
 class CheckpointError(ValueError):
@@ -127,7 +126,7 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
     if not parent.is_dir():
         raise OSError(f"{out}: no folder can be made in {parent}: name another")
     free = shutil.disk_usage(parent).free
-    if free < nbytes + SPARE_NBYTES:
+    if free < nbytes + (64 << 20):  # headers, the configuration, the tokenizer take less
         raise OSError(
             errno.ENOSPC,
             f"not enough disk in {parent}: {out.name} takes {nbytes / 1e9:.2f} GB, "

@@ -7,8 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection
-from fractions import Fraction
 from typing import Any
+
+from mlx_lm import utils as mlx_lm_utils
 
 from ..checkpoint import shorten
 from ..configs import one_of
@@ -20,7 +21,7 @@ def _number(kind, what, least, most):
     def number(text):
         try:
             value = kind(text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, ArithmeticError):
             value = math.nan
         if not least <= value <= most:  # true for nan as well
             raise argparse.ArgumentTypeError(
@@ -47,18 +48,11 @@ def gigabytes(least: float) -> Callable[[str], float]:
 
 
 positive, zero_or_more = at_least(1), at_least(0)
-UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # those of mlx-lm's server
 
 
 def nbytes(least: int = 0, most: int = 2**63 - 1) -> Callable[[str], int]:
     """A type of whole bytes, written as a number or with a unit (``2GB``)."""
-    return _number(_bytes, "bytes, also as in 500MB or 2GB,", least, most)
-
-
-def _bytes(text):
-    digits, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()
-    value = Fraction(digits) * UNITS[unit.strip().upper()]
-    return int(value) if value.denominator == 1 else math.nan
+    return _number(mlx_lm_utils._parse_size, "bytes, also as in 500MB or 2GB,", least, most)
 
 
 def json_object(text: str) -> dict:

@@ -1,7 +1,8 @@
-"""The command ``cache-prompt``: read a prompt's beginning, save the model's state in a file."""
+"""Read how a prompt begins, for generate --prompt-cache-file to go on."""
 
 import argparse
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,18 +18,15 @@ from .argument_types import not_empty, prompt_text
 from .kv_cache import check_kv_cache, quantized_given, write_prompt_cache
 from .stream_options import add_stream_options, say_plan, streaming_given
 
-MODEL_KEY = "0.model"  # where mlx-lm's save_prompt_cache puts the model's name in the metadata
-
 
 def run(args: argparse.Namespace) -> None:
     """Read a prompt and save the model's state after it."""
     config = streaming_given(args)
-    file, loading, known = Path(args.prompt_cache_file).resolve(), arguments.loading_given(args), {}
+    file, loading = Path(args.prompt_cache_file).resolve(), arguments.loading_given(args)
     _check_file(file)
     check_kv_cache(args, config)
-    if args.eos_token is not None:
-        known["eos_token"] = args.eos_token
-        loading["tokenizer_config"] |= known
+    known = {} if args.eos_token is None else {"eos_token": args.eos_token}
+    loading["tokenizer_config"] |= known
     model, tokenizer = load(args.model, config, **loading)
     with model:
         say_plan(model)
@@ -42,14 +40,9 @@ def run(args: argparse.Namespace) -> None:
             prompt = render(tokenizer, [message], continue_final_message=True)
         ids = encode(tokenizer, prompt, not tokenizer.has_chat_template)
         cache = make_prompt_cache(model, args.max_kv_size)
-        for _ in generate_step(
-            mx.array(ids),
-            model,
-            max_tokens=0,
-            prompt_cache=cache,
-            prefill_step_size=session_of(model).room.step(args.prefill_step_size),
-            **quantized_given(args),
-        ):
+        step = session_of(model).room.step(args.prefill_step_size)
+        options = {"max_tokens": 0, "prompt_cache": cache, "prefill_step_size": step}
+        for _ in generate_step(mx.array(ids), model, **options, **quantized_given(args)):
             pass
         metadata = {"model": args.model, "tokenizer_config": json.dumps(known)}
         write_prompt_cache(file, cache, metadata)
@@ -63,13 +56,10 @@ def _check_file(file):
             f"{file}: expected a file that ends in .safetensors, in a folder that there is"
         )
     check_writable(file, str(file))
-    if not file.exists():
-        return
-    try:
-        metadata = mx.load(str(file), return_metadata=True)[1]
-    except (OSError, RuntimeError):
-        metadata = {}
-    if MODEL_KEY not in metadata:
+    is_ours = not file.exists()
+    with suppress(OSError, RuntimeError):  # save_prompt_cache writes the model's name there
+        is_ours = is_ours or "0.model" in mx.load(str(file), return_metadata=True)[1]
+    if not is_ours:
         raise ValueError(
             f"{file}: expected nothing, or a prompt cache to replace, found something else. Name "
             "another file."
@@ -77,7 +67,6 @@ def _check_file(file):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Read how a prompt begins, for generate --prompt-cache-file to go on."
     arguments.add_model(parser)
     for name, kind, metavar, what in (
         ("--prompt", prompt_text, "TEXT", "how a message begins; - reads it from standard input"),

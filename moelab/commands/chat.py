@@ -1,4 +1,4 @@
-"""The command ``chat``: mlx-lm's chat in a terminal, with a streamed model."""
+"""Chat in the terminal: q ends it, r forgets what was said, h helps."""
 
 import argparse
 import sys
@@ -109,7 +109,6 @@ def _progress(tokens, step):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Chat in the terminal: q ends it, r forgets what was said, h helps."
     arguments.add_model(parser)
     parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")
     arguments.add_draft(parser)

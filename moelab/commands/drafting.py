@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,7 +18,6 @@ from ..speculation.policy import Policy
 from ..streaming.config import StreamConfig
 from ..streaming.cuda import on_cuda
 from ..streaming.model import load
-from ..streaming.ranks import Ranks
 from ..streaming.session import session_of
 
 LOOKUP, MTP = "lookup", "mtp"
@@ -57,27 +57,15 @@ def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP, MTP)) -> di
     return read_json(file)
 
 
-class _Shared:
-    """A policy of draft lengths that rank 0 decides for all ranks, since their times differ."""
-
-    def __init__(self, policy: Policy, ranks: Ranks):
-        self._policy, self._ranks = policy, ranks
-
-    def __getattr__(self, name):
-        return getattr(self._policy, name)
-
-    def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        return self._ranks.gather(self._policy.choose(missed, most))[0]
-
-
-def shared_policy(
-    model: nn.Module, draft: Draft, num_draft_tokens: int | str
-) -> int | str | _Shared:
+def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -> Any:
     """Return ``num_draft_tokens``; for ``auto`` on several ranks, a policy that they share."""
     ranks = session_of(model).ranks
     if ranks is None or num_draft_tokens != "auto":
         return num_draft_tokens
-    return _Shared(learned_policy(model, draft), ranks)
+    policy = learned_policy(model, draft)
+    # Rank 0 decides for all, since the ranks' times differ.
+    policy.choose = lambda *given: ranks.gather(Policy.choose(policy, *given))[0]
+    return policy
 
 
 def write(

@@ -1,4 +1,4 @@
-"""The command ``generate``: continue a prompt, then one line of figures."""
+"""Print a model's continuation as it comes, then one line of figures."""
 
 import argparse
 import io
@@ -62,28 +62,13 @@ def generate(args: argparse.Namespace, config: StreamConfig) -> None:
             arguments.compare_arguments(session.ranks, args)
             if args.seed is None:
                 mx.random.seed(session.ranks.gather(secrets.randbits(32))[0])
-        sampler = make_sampler(
-            args.temp,
-            args.top_p,
-            args.min_p,
-            args.min_tokens_to_keep,
-            args.sampling_top_k,
-            args.xtc_probability,
-            args.xtc_threshold,
-            tokenizer.encode("\n") + list(tokenizer.eos_token_ids),
-        )
-        responses = write(
-            model,
-            tokenizer,
-            ids,
-            draft,
-            args.num_draft_tokens,
-            max_tokens=args.max_tokens,
-            sampler=sampler,
-            prompt_cache=cache,
-            prefill_step_size=session.room.step(args.prefill_step_size),
-            **quantized_given(args),
-        )
+        likely = args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.sampling_top_k
+        ends = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
+        sampler = make_sampler(*likely, args.xtc_probability, args.xtc_threshold, ends)
+        options = {"max_tokens": args.max_tokens, "sampler": sampler, "prompt_cache": cache}
+        options["prefill_step_size"] = session.room.step(args.prefill_step_size)
+        options |= quantized_given(args)
+        responses = write(model, tokenizer, ids, draft, args.num_draft_tokens, **options)
         mx.reset_peak_memory()
         if verbose and text == args.prompt:
             out.write(text)
@@ -172,7 +157,6 @@ def _yes_or_no(text):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Print a model's continuation as it comes, then one line of figures."
     arguments.add_model(parser)
     what = "text to continue, or message to answer; - reads standard input"
     parser.add_argument("-p", "--prompt", type=_escaped, required=True, metavar="TEXT", help=what)

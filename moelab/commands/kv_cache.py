@@ -18,14 +18,8 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import (
-    LRUPromptCache,
-    QuantizedKVCache,
-    RotatingKVCache,
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-)
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..checkpoint import Checkpoint, check_writable, describe, read_header, shorten, try_out
 from ..interrupts import written
@@ -140,7 +134,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
     metadata = metadata | {"checksum": checksum(cache, metadata)}
     try:
         with written(file) as beside:
-            save_prompt_cache(str(beside), cache, metadata)
+            mlx_lm_cache.save_prompt_cache(str(beside), cache, metadata)
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
 
@@ -151,7 +145,7 @@ def _read(file, made=None):
     With ``made`` (from ``_made_by``), raise also if the file was made with something else.
     """
     held = read_header(file, "make it again")
-    cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+    cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
         raise ValueError("it holds other arrays than those of its caches")
     if made is not None and not (metadata.get("made") == made and "checksum" in metadata):
@@ -166,12 +160,12 @@ def _check_fit(cache, made_of, name, checkpoint, model):
     """Raise an error, of any type, unless this model can have made the caches."""
     if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
         raise ValueError(f"it is one of {made_of}")
-    limits = {c.max_size for c in cache if isinstance(c, RotatingKVCache)}
+    limits = {c.max_size for c in cache if isinstance(c, mlx_lm_cache.RotatingKVCache)}
     likes = make_prompt_cache(model, max(limits, default=None))
     if len(cache) != len(likes):
         raise ValueError(f"expected {len(likes)} caches, got {len(cache)}")
     for c, like in zip(cache, likes):
-        quantized = isinstance(c, QuantizedKVCache) and hasattr(like, "to_quantized")
+        quantized = isinstance(c, mlx_lm_cache.QuantizedKVCache) and hasattr(like, "to_quantized")
         if type(c) is not type(like) and not quantized:
             raise ValueError(f"expected a {type(like).__name__}, got a {type(c).__name__}")
     lengths = {c.offset for c in cache if hasattr(c, "offset")}
@@ -214,7 +208,9 @@ class PromptFiles:
         of_model = cache[: len(make_prompt_cache(model))]  # a draft's caches come after the model's
         _check_fit(of_model, checkpoint.path, checkpoint.path, checkpoint, model)
         tokens, kind = json.loads(about["tokens"]), about["kind"]
-        if {*map(type, tokens)} != {int} or kind not in LRUPromptCache().stats_by_type():
+        if {*map(type, tokens)} != {
+            int
+        } or kind not in mlx_lm_cache.LRUPromptCache().stats_by_type():
             raise ValueError(f"expected tokens and mlx-lm's kind of them, got {tokens} and {kind}")
         if isinstance(self._draft, LookupDraft):
             cache += self._draft.make_cache()

@@ -1,4 +1,7 @@
-"""The command ``serve``: a streamed model behind OpenAI's and Anthropic's APIs (``server``)."""
+"""An HTTP server for clients of OpenAI's and Anthropic's APIs, with the experts on disk.
+
+By default only this machine may ask.
+"""
 
 import argparse
 import logging
@@ -13,7 +16,6 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from ..checkpoint import read_json
 from ..prompt import vocabulary
-from ..streaming.config import StreamConfig
 from ..streaming.model import close, find, load
 from ..streaming.plan import plan
 from ..streaming.ranks import joined
@@ -27,9 +29,6 @@ from .server.ask import Served
 from .server.engine import Engine
 from .server.prompts import Prompts
 from .stream_options import add_stream_options, say_plan, streaming_given
-
-MOST_TOKENS = 2**31 - 1  # of a text, where a model has no limit of its own
-TEXTS_SHARE = 8  # caches of texts decoded at once get at most this part (an eighth) of the memory
 
 
 def _load(args, config, group):
@@ -87,25 +86,27 @@ def _texts(args, path, config):
     alone = plan(path, config, trust_remote_code=args.trust_remote_code)
     more = args.decode_concurrency - 1
     if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
-        # Leave out one text that would fit, since the available memory changes.
+        # Several texts get at most an eighth of the memory, and one text fewer than would fit,
+        # since the available memory changes.
         slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
         free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
-        free = max(0, min(alone.memory_nbytes // TEXTS_SHARE, free))
+        free = max(0, min(alone.memory_nbytes // 8, free))
         more = min(more, free // alone.caches_nbytes)
     return 1 + more
 
 
 def positions(path: Path) -> int:
-    """The tokens of the longest text that a model was made for."""
+    """The tokens of the longest text that a model was made for; 2^31 - 1 if it does not say."""
     config = read_json(path / "config.json")
     config |= config.get("text_config") or {}
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     stretched = rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0)
-    return max(config.get("max_position_embeddings") or 0, int(stretched)) or MOST_TOKENS
+    return max(config.get("max_position_embeddings") or 0, int(stretched)) or 2**31 - 1
 
 
-def serve(args: argparse.Namespace, config: StreamConfig) -> None:
+def run(args: argparse.Namespace) -> None:
     """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
+    config = streaming_given(args)
     try:
         from .server import http
     except ImportError as error:
@@ -133,10 +134,6 @@ def serve(args: argparse.Namespace, config: StreamConfig) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "An HTTP server for clients of OpenAI's and Anthropic's APIs, with the experts on disk. By "
-        "default only this machine may ask."
-    )
     arguments.add_model(parser)
     who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
     parser.add_argument("--host", type=not_empty, metavar="NAME", default="127.0.0.1", help=who)
@@ -165,7 +162,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     why = "a tokenizer has no other template than its own"
     arguments.add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
-
-
-def run(args: argparse.Namespace) -> None:
-    serve(args, streaming_given(args))

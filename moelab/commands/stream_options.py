@@ -32,16 +32,21 @@ def add_stream_options(
     for name, option in STREAM_OPTIONS.items():
         if option.for_auto and slots != "auto":
             continue
-        choices = [c for c in option.choices if c not in option.only_in_python]
-        default = slots if name == "slots" else option.default
-        group.add_argument(
-            "--experts-top-k" if sampling and name == "top_k" else flag(name),
-            dest=name,
-            type=option_type(option),
-            choices=choices or None,
-            metavar=option.metavar,
-            help=option.help.format(default=default),
-        )
+        spelled = "--experts-top-k" if sampling and name == "top_k" else None
+        add_field(group, name, spelled, slots if name == "slots" else None)
+
+
+def add_field(parser: Any, name: str, spelled: str | None = None, default: Any = None) -> None:
+    """Add a field's option to a parser or group; without the option, the value is None."""
+    option = OPTIONS[name]
+    parser.add_argument(
+        spelled or flag(name),
+        dest=name,
+        type=option_type(option),
+        choices=[c for c in option.choices if c not in option.only_in_python] or None,
+        metavar=option.metavar,
+        help=option.help.format(default=default or option.default),
+    )
 
 
 def option_type(option: Any) -> Callable[[str], Any]:

@@ -1,4 +1,8 @@
-"""The command ``synthesize``: a random checkpoint with the layer shapes of a real model."""
+"""Write a random 4-bit checkpoint that has the exact layer shapes of a real model.
+
+It is written without being held in memory. Its text is noise; reading and computing its layers
+costs what the real Mixture-of-Experts model's cost.
+"""
 
 import argparse
 
@@ -8,11 +12,6 @@ from .arguments import add_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Write a random 4-bit checkpoint that has the exact layer shapes of a real "
-        "Mixture-of-Experts model, without holding it in memory. Its text is noise; reading and "
-        "computing its layers costs what the real model's cost."
-    )
     parser.add_argument("out", type=not_empty, metavar="OUT", help="folder that does not exist yet")
     parser.add_argument(
         "--like",

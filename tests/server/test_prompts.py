@@ -247,6 +247,6 @@ def test_a_disk_that_is_full(tmp_path, monkeypatch, capsys):
         open(name, "wb").close()
         raise RuntimeError("no space left")
 
-    monkeypatch.setattr(kv_cache, "save_prompt_cache", full)
+    monkeypatch.setattr(kv_cache.mlx_lm_cache, "save_prompt_cache", full)
     folder = tmp_path / "kept"
     assert saved(folder, TEXT) == [] and "no space left" in capsys.readouterr().err

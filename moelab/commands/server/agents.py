@@ -17,14 +17,12 @@ from .completions import error
 from .requests import Asked, ChatRequest, Dialect, Form, Message, leave_out, shown
 from .text import Splitter
 
-BILLING = "x-anthropic-billing-header:"  # begins a text of Claude Code that no model should read
 HEADS = {"content": {"type": "message", "role": "assistant"}}
 HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "function_call"}}
 # Calls of services that this server does not have.
 SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
 SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
-MOST_ITEMS = 256  # items of the latest answers are kept: clients may name one by its id alone
-_latest = {}
+_latest = {}  # the latest answers' items: clients may name one by its id alone
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 SIGNATURE = "moelab"  # of thinking; clients may drop thinking without one
@@ -101,7 +99,8 @@ class ItemsRequest(ChatRequest):
         messages = []
         for piece in self.system + self.messages:
             role, before = piece.pop("role"), messages[-1]["role"] if messages else "system"
-            if role == "system" and piece["content"].startswith(BILLING):
+            # Claude Code begins a text that no model should read with this.
+            if role == "system" and piece["content"].startswith("x-anthropic-billing-header:"):
                 continue
             if role in ("system", "developer"):
                 role = "system" if before == "system" else "user"
@@ -157,7 +156,7 @@ class _Response:
             steps[-1:], reason = ["cut"], {"reason": "max_output_tokens"}
         items = [*map(self._item, steps, count(), part.runs)]
         _latest.update({item["id"]: item for item in items})
-        for number in [*_latest][:-MOST_ITEMS]:
+        for number in [*_latest][:-256]:
             del _latest[number]
         read, cached, written = part.usage
         usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}

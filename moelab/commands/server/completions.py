@@ -6,7 +6,6 @@ from itertools import accumulate
 from .ask import Body, Part
 from .requests import Asked, ChatRequest, CompletionRequest, Dialect
 
-LEAST = -9999.0  # OpenAI's log probability of an impossible token
 NAMES = [("cmpl", "text_completion", "text_completion")]  # of ids; of answers, whole and in parts
 NAMES += [("chatcmpl", "chat.completion", "chat.completion.chunk")]
 
@@ -86,7 +85,8 @@ class _Choices:
     def _score(self, token, logprob, top=None):
         """Make OpenAI's form of a token, its log probability and the likeliest tokens."""
         data = self._detokenizer.bytes_of(token)
-        score = None if logprob is None else max(LEAST, logprob)  # LEAST also for nan
+        # OpenAI's log probability of an impossible token; ``max`` also gives it for nan.
+        score = None if logprob is None else max(-9999.0, logprob)
         row = {"token": data.decode(errors="backslashreplace"), "bytes": [*data], "logprob": score}
         return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
 

@@ -36,11 +36,8 @@ from .grammar import Mask
 from .prompts import Prompts
 from .text import Stops
 
-GRACE_S = 2  # the seconds that the thread has to end when the server is stopped
 IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
-PART = 512  # tokens of a prompt that are read at once while there are other texts
-LATELY_S = 10  # seconds for which ``PART`` still holds once a text is alone
-SCORED = 128  # tokens whose log probabilities are computed at once
+PART = 512  # tokens of a prompt read at once while there are other texts, and for 10 s after them
 
 
 class _Text:
@@ -147,7 +144,7 @@ class Engine:
         self._thread.join()
         # After its Python code the thread still frees functions that MLX compiled in it. If the
         # interpreter ended meanwhile, the process would abort.
-        end = time.monotonic() + GRACE_S
+        end = time.monotonic() + 2
         while HERE.is_alive(self._thread.native_id) and time.monotonic() < end:
             time.sleep(0.01)
 
@@ -220,7 +217,7 @@ class Engine:
             "gone": [number for number, ask in told if not ask],
             "stop": (0, None) in told,
             "due": now >= self._due_s,
-            "most": PART if now - self._busy_s < LATELY_S else 10**9,
+            "most": PART if now - self._busy_s < 10 else 10**9,
         }
         return self._ranks.gather(turn)[0] if self._ranks else turn
 
@@ -317,7 +314,8 @@ class Engine:
 
     def _read(self, text):
         """Read the next part of a prompt, and move the prompt behind all others."""
-        most = min(self.served.args.prefill_step_size, SCORED if text.scores else self._most)
+        most = 128 if text.scores else self._most  # log probabilities take [T, V] numbers
+        most = min(self.served.args.prefill_step_size, most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
         if self.served.draft is not None and not text.scores:
             next(self._drafted(text, end, max_tokens=0), None)  # reads, but chooses no token
@@ -377,22 +375,18 @@ class Engine:
         """Read a text's tokens before ``end`` (None: all) and choose those that follow."""
         served, before = self.served, mx.array(text.tokens[: text.read], mx.uint32)
         mx.random.seed(text.ask.seed)  # nothing else is sampled until the text ends
-        most = 0 if text.ask.echo else text.ask.num_draft_tokens
+        drafted = 0 if text.ask.echo else text.ask.num_draft_tokens
+        options = {"max_tokens": max_tokens, "prompt_cache": text.cache}
+        options["num_draft_tokens"] = shared_policy(served.model, served.draft, drafted)
+        options["sampler"] = make_sampler(**text.ask.sampling)
+        options["logits_processors"] = [  # they look at the whole prompt
+            lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
+            for f in text.processors
+        ]
+        options |= {"prefill_step_size": served.args.prefill_step_size} | self._quantized
+        tokens = mx.array(text.tokens[text.read : end], mx.uint32)
         return speculative_generate_step(
-            mx.array(text.tokens[text.read : end], mx.uint32),
-            served.model,
-            served.draft,
-            self._stream,
-            num_draft_tokens=shared_policy(served.model, served.draft, most),
-            max_tokens=max_tokens,
-            sampler=make_sampler(**text.ask.sampling),
-            logits_processors=[  # they look at the whole prompt
-                lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
-                for f in text.processors
-            ],
-            prompt_cache=text.cache,
-            prefill_step_size=served.args.prefill_step_size,
-            **self._quantized,
+            tokens, served.model, served.draft, self._stream, **options
         )
 
     def _end(self, text):

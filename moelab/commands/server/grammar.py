@@ -14,7 +14,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .ask import Body, Refused
 from .prompts import same
 
-ONE_LINE = {"whitespace_pattern": " "}  # at most one space: some models write spaces without end
 CALLS = "json_tools"  # mlx-lm's parser of calls that are JSON in tags
 
 
@@ -102,7 +101,7 @@ def grammar(
         rules.append(f"thought: <[^{ends}]>* {_exactly(end)} WS?")
     forms = [] if forced else [_json(schema)]
     if named:
-        forms.append("call" if one or isinstance(choice, list) else "call (WS? call)*")
+        forms.append("call" if one or isinstance(choice, list) else "call (WS? call){0,63}")
         rules.append(_call(tokenizer, named))
     text = "\n".join([f"start: {thought} ({' | '.join(forms)})", *rules])
     if words := _matcher(text, tokenizer).get_error():
@@ -130,7 +129,8 @@ def _call(tokenizer, functions):
 
 
 def _json(schema):
-    return f"%json {json.dumps(schema | {'x-guidance': ONE_LINE})}"
+    one_space = {"whitespace_pattern": " "}  # at most: some models write spaces without end
+    return f"%json {json.dumps(schema | {'x-guidance': one_space})}"
 
 
 def _exactly(tokens):

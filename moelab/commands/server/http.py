@@ -36,7 +36,6 @@ KEEPALIVE_S = 4  # a stream without events for this time sends one that keeps th
 GRACE_S = 2  # at Ctrl-C, the time that clients have to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
 SMALL_NBYTES = 2**14  # of a small request; 16 small ones are taken however short memory is
-TOKENS_NBYTES = 260  # memory that a tokenizer takes for each byte of a text
 CHECK_S = 60  # a request whose check takes longer is refused: its template may be endless
 _held = {}  # bytes of each unanswered request that is large or completely read
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
@@ -124,7 +123,7 @@ class _Endpoint:
     async def _read(self, request):
         """Read a body to its end, even if it is refused: else its client would lose the answer."""
         parts, body, origin = request.stream(), bytearray(), request.headers.get("origin")
-        free = memory_now()[1] // 2 // TOKENS_NBYTES
+        free = memory_now()[1] // 2 // 260  # a tokenizer takes 260 bytes for each byte of a text
         longest, most = max(SMALL_NBYTES, min(MOST_NBYTES, free)), max(16 * SMALL_NBYTES, free)
         try:
             if origin and not {"*", origin}.intersection(self.origins):

@@ -15,8 +15,6 @@ from ...memory import return_free_memory
 from ...streaming.plan import memory_now
 
 MODEL = "model"  # LRUPromptCache has a key for the model, and a server has one model
-MIN_SHARED = 16  # reading fewer shared tokens again takes less than keeping their caches
-LATEST = 16  # prompts whose tokens are remembered, to see where the next ones part from them
 
 
 class _Kept(list):
@@ -34,7 +32,7 @@ class Prompts:
     def __init__(self, size=10, nbytes=sys.maxsize, free_nbytes=0, files=None):
         self._lru, self._free_nbytes, self._files = LRUPromptCache(size, nbytes), free_nbytes, files
         self._kept, self._numbers = weakref.WeakValueDictionary(), itertools.count()  # oldest first
-        self._latest = deque(maxlen=LATEST)  # tokens of prompts that were read
+        self._latest = deque(maxlen=16)  # tokens of prompts, to see where the next ones part
         free = memory_now()[1] - free_nbytes if free_nbytes else sys.maxsize
         for prompt in files.read(size, min(free, nbytes)) if files is not None else ():
             self.keep(*prompt)
@@ -74,7 +72,7 @@ class Prompts:
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= cached + MIN_SHARED else 0
+        return shared if shared >= cached + 16 else 0  # reading fewer again takes less than keeping
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until ``nbytes`` of the limit are left for texts being written."""
