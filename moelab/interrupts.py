@@ -24,9 +24,6 @@ _ends = False  # whether ``end`` was called
 _came = False  # whether there was a Ctrl-C that ``held`` holds back
 
 
-# Commands
-
-
 def end_at_ctrl_c() -> None:
     """Have Ctrl-C end the process, unless it is ignored."""
     if getsignal(SIGINT) in (default_int_handler, SIG_DFL):
@@ -88,9 +85,6 @@ def written(file: Path) -> Iterator[Path]:
     with undone(partial(beside.unlink, missing_ok=True)):
         yield beside
         os.replace(beside, file)
-
-
-# Python
 
 
 class held:

@@ -14,7 +14,6 @@ from .system import HERE, Mac
 
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
-NO_LIMIT_NBYTES = 1 << 60  # cgroup v1 writes a larger number for no limit
 # Where memory is short, each array of ``MAPPED_NBYTES`` or more gets a mapping of its own, which
 # goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
 # freed arrays stay in the heap: 100 to 200 MB after a prompt. A mapping costs a page fault for each
@@ -88,7 +87,8 @@ def _cgroups() -> Iterator[tuple[Path, int]]:
             # Above memory.high the kernel slows a process down until it hardly runs.
             for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
                 with suppress(OSError, ValueError):  # not there, or "max"
-                    if (limit := int((folder / name).read_text())) < NO_LIMIT_NBYTES:
+                    limit = int((folder / name).read_text())
+                    if limit < 1 << 60:  # cgroup v1 writes a larger number for no limit
                         yield folder, limit
             if folder == root:
                 break

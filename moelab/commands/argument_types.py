@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
@@ -14,10 +15,10 @@ from mlx_lm import utils as mlx_lm_utils
 from ..checkpoint import shorten
 from ..configs import one_of
 
-MOST = 10**9  # the largest number of an option without a bound of its own
 
+def _number(kind, what, least, most=10**9):
+    """Make a type of what ``kind`` makes of a text, from ``least`` to ``most``, both included."""
 
-def _number(kind, what, least, most):
     def number(text):
         try:
             value = kind(text)
@@ -32,27 +33,15 @@ def _number(kind, what, least, most):
     return number
 
 
-def at_least(least: int, most: int = MOST) -> Callable[[str], int]:
-    """A type of whole numbers from ``least`` to ``most``, both included."""
-    return _number(int, "a whole number", least, most)
+def _without_unit(text):
+    return float(re.sub("(?i)gb?(/s)?$", "", text))
 
 
-def between(least: float, most: float = MOST) -> Callable[[str], float]:
-    """A type of numbers from ``least`` to ``most``, both included."""
-    return _number(float, "a number", least, most)
-
-
-def gigabytes(least: float) -> Callable[[str], float]:
-    """A type of GB or GB/s, written with the unit or without."""
-    return _number(lambda s: float(re.sub("(?i)gb?(/s)?$", "", s)), "a number of GB", least, 10**6)
-
-
+at_least = partial(_number, int, "a whole number")
+between = partial(_number, float, "a number")
+gigabytes = partial(_number, _without_unit, "a number of GB", most=10**6)  # or GB/s
+nbytes = partial(_number, mlx_lm_utils._parse_size, "bytes, also as in 500MB or 2GB,")
 positive, zero_or_more = at_least(1), at_least(0)
-
-
-def nbytes(least: int = 0, most: int = 2**63 - 1) -> Callable[[str], int]:
-    """A type of whole bytes, written as a number or with a unit (``2GB``)."""
-    return _number(mlx_lm_utils._parse_size, "bytes, also as in 500MB or 2GB,", least, most)
 
 
 def json_object(text: str) -> dict:
@@ -64,6 +53,13 @@ def json_object(text: str) -> dict:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected an object in JSON, got {text!r}")
     return value
+
+
+def yes_or_no(text: str) -> bool:
+    """Parse the values of mlx-lm's ``--verbose``."""
+    if text.lower() not in ("t", "true", "f", "false"):
+        raise argparse.ArgumentTypeError(f"expected T or F, got {text!r}")
+    return text.lower().startswith("t")
 
 
 def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -78,9 +74,7 @@ def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str]
     return either
 
 
-def or_auto(item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type that takes ``auto`` and any text that ``item`` takes."""
-    return or_word("auto", "auto", item)
+or_auto = partial(or_word, "auto", "auto")
 
 
 def prompt_text(text: str) -> str:

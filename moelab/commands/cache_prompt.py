@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompt-cache-file", not_empty, "FILE", "is written; ends in .safetensors"),
     ):
         parser.add_argument(name, type=kind, required=True, metavar=metavar, help=what)
-    arguments.add_hidden(parser, "--eos-token", type=not_empty)
-    arguments.add_kv_cache(parser, max_size=True)
-    arguments.add_loading(parser)
+    names = ["--eos-token", "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]
+    arguments.add_hidden(parser, *names)
     add_stream_options(parser, sampling=True)  # options are named as in generate

@@ -19,7 +19,7 @@ from ..streaming.config import SLOT_MODES
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments
-from .argument_types import at_least, json_object, not_empty, positive, prompt_text
+from .argument_types import at_least, json_object, not_empty, prompt_text
 from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
 from .stream_options import add_stream_options, say_plan, streaming_given
@@ -149,13 +149,6 @@ def _escaped(text):
     return prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))
 
 
-def _yes_or_no(text):
-    """Parse the values of mlx-lm's ``--verbose``."""
-    if text.lower() not in ("t", "true", "f", "false"):
-        raise argparse.ArgumentTypeError(f"expected T or F, got {text!r}")
-    return text.lower().startswith("t")
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
     what = "text to continue, or message to answer; - reads standard input"
@@ -172,13 +165,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
     made = "the prompt goes on from there (cache-prompt writes such files)"
     parser.add_argument("--prompt-cache-file", type=not_empty, metavar="FILE", help=made)
-    arguments.add_hidden(parser, "--extra-eos-token", nargs="+", default=())
-    arguments.add_hidden(parser, "--min-tokens-to-keep", type=positive, default=1)
-    arguments.add_hidden(parser, "--prefill-response")
-    arguments.add_hidden(parser, "--verbose", type=_yes_or_no, default=True)
-    arguments.add_xtc(parser)
-    arguments.add_kv_cache(parser, max_size=True)
-    arguments.add_loading(parser)
+    names = ["--extra-eos-token", "--min-tokens-to-keep", "--prefill-response", "--verbose"]
+    names += [*arguments.XTC, "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]
+    arguments.add_hidden(parser, *names)
     arguments.add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
     why = "a streamed model computes with activations that are not quantized"
     arguments.add_refused(parser, why, "--quantize-activations", "-qa")

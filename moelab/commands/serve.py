@@ -22,7 +22,7 @@ from ..streaming.ranks import joined
 from ..streaming.room import RESERVE_NBYTES
 from ..streaming.session import session_of
 from . import arguments
-from .argument_types import at_least, json_object, nbytes, not_empty, positive
+from .argument_types import at_least, nbytes, not_empty, positive
 from .drafting import open_draft
 from .kv_cache import PromptFiles, check_kv_cache
 from .server.ask import Served
@@ -146,18 +146,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, metavar="N", help=ends)
     arguments.add_sampling(parser)
     arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
-    size = "their memory, as in 2GB (default: what slots auto leaves)"
-    parser.add_argument("--prompt-cache-bytes", type=nbytes(), metavar="SIZE", help=size)
+    size = {"metavar": "SIZE", "help": "their memory, as in 2GB (default: what slots auto leaves)"}
+    parser.add_argument("--prompt-cache-bytes", type=nbytes(0, 2**63 - 1), **size)
     where = "keep them here when the server ends, for its next start"
     parser.add_argument("--prompt-cache-dir", type=not_empty, metavar="DIR", help=where)
-    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    arguments.add_hidden(parser, "--chat-template", default="")
-    arguments.add_hidden(parser, "--chat-template-args", type=json_object, default={})
-    arguments.add_hidden(parser, "--decode-concurrency", type=positive, default=32)
-    arguments.add_hidden(parser, "--log-level", choices=levels, default="INFO")
-    arguments.add_hidden(parser, "--prompt-concurrency", type=positive, default=8)
-    arguments.add_kv_cache(parser)
-    arguments.add_loading(parser)
+    names = ["--chat-template", "--chat-template-args", "--decode-concurrency", "--log-level"]
+    names += ["--prompt-concurrency", *arguments.KV_CACHE, *arguments.LOADING]
+    arguments.add_hidden(parser, *names)
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     why = "a tokenizer has no other template than its own"
     arguments.add_refused(parser, why, "--use-default-chat-template")
