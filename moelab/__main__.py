@@ -71,7 +71,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
             with tqdm(desc=f"moelab {name} starts", bar_format="{desc}", leave=False, disable=None):
                 module = importlib.import_module(f"{__package__}.{module_name}")
-            command.description = module.__doc__
+            command.description = " ".join((module.__doc__ or "").split())
             module.add_arguments(command)
             needed = [a for a in command._actions if a.required or not a.option_strings]
             needed = [" ".join([*a.option_strings[-1:], a.metavar]) for a in needed]

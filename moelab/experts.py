@@ -78,7 +78,7 @@ def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, Expert
 
 
 def _sanitized(model, checkpoint):
-    """Run a model's ``sanitize`` on placeholders. Returns also the tensors that it only renames."""
+    """Run a model's ``sanitize`` on placeholders, and find the tensors that it only renames."""
     placeholders = {
         name: mx.broadcast_to(mx.zeros((), t.dtype), t.shape)
         for name, t in checkpoint.tensors.items()

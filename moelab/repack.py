@@ -19,19 +19,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
-from .checkpoint import (
-    DTYPE_NAMES,
-    PAGE_NBYTES,
-    Checkpoint,
-    CheckpointError,
-    ExpertTensor,
-    header_bytes,
-    mlx_lm_model,
-    new_folder,
-    packed_header,
-    packing_order,
-    try_out,
-)
+from .checkpoint import Checkpoint, CheckpointError, ExpertTensor, mlx_lm_model, new_folder, try_out
+from .checkpoint.headers import DTYPE_NAMES, PAGE_NBYTES, header_bytes, packed_header, packing_order
 from .experts import expert_modules, expert_parameters
 from .streaming.facts import ModelFacts
 from .streaming.reading.native import ROOM, address_of, huge_pages

@@ -140,10 +140,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read a file's caches and metadata; raise if it is damaged.
-
-    With ``made`` (from ``_made_by``), raise also if the file was made with something else.
-    """
+    """Read caches and metadata; raise if a file is damaged or not ``made`` so (None: any)."""
     held = read_header(file, "make it again")
     cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
