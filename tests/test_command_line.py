@@ -39,8 +39,8 @@ from moelab.prompt import encode
 
 @pytest.fixture
 def work(monkeypatch):
-    """A mock that the command calls in place of ``generate``."""
-    monkeypatch.setattr(generate, "generate", work := Mock())
+    """A mock that ends ``generate`` when it has its arguments and its configuration."""
+    monkeypatch.setattr(generate, "check_kv_cache", work := Mock(side_effect=SystemExit(0)))
     return work
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from .. import StreamConfig, load, stats
+from .. import load, stats
 from ..prompt import encode, from_prompt_on, templated, vocabulary
 from ..repack import measure_gain
 from ..streaming.config import SLOT_MODES
@@ -27,12 +27,12 @@ from .stream_options import add_stream_options, say_plan, streaming_given
 WORTH = 1.2  # ``repack`` is advised if it would make a text this many times as fast
 
 
-def generate(args: argparse.Namespace, config: StreamConfig) -> None:
+def run(args: argparse.Namespace) -> None:
     """Print a model's continuation and, with ``verbose``, a line of figures; only rank 0 prints.
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    loading, cache = arguments.loading_given(args), None
+    config, loading, cache = streaming_given(args), arguments.loading_given(args), None
     if args.prompt_cache_file is not None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
@@ -174,7 +174,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
     add_stream_options(parser, sampling=True)
-
-
-def run(args: argparse.Namespace) -> None:
-    generate(args, streaming_given(args))
