@@ -134,7 +134,7 @@ BAD = {  # of each dialect, values of fields that change the answer otherwise, o
         "messages": [5, [], ["hi"], [{}], user("x"), *([user(c)] for c in ([{}], [IMAGE], 5))],
         "temperature": [-1, "hot", NAN, 101, HUGE, True],
         "top_k": [-1, 8192],
-        "num_draft_tokens": [-1, 2.5, 65, "x"],
+        "num_draft_tokens": [-1, 2.5, 65, True, "x"],
         "model": [5, "no/such/folder", "", "x" * 100_000],
         "seed": ["x", -1, 2**64],
         "n": [0, 129, "x"],
