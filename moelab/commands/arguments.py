@@ -2,7 +2,6 @@
 
 import argparse
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 from ..checkpoint import shorten
@@ -56,18 +55,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_number(
-    parser: argparse.ArgumentParser,
-    name: str,
-    default: Any,
-    what: str,
-    kind: Callable[[str], Any] = kinds.positive,
-    short: str | None = None,
+    parser: argparse.ArgumentParser, names: str, default: Any, what: str, kind: Any = kinds.positive
 ) -> None:
     """Add an option that takes a number; its help is ``what`` and the default."""
-    names = (name,) if short is None else (short, name)
-    parser.add_argument(
-        *names, type=kind, metavar="N", default=default, help=f"{what} (default: %(default)s)"
-    )
+    given = {"type": kind, "metavar": "N", "default": default}
+    parser.add_argument(*names.split(), help=f"{what} (default: %(default)s)", **given)
 
 
 NO_PIPELINE = "several machines divide the experts of each layer, not the layers"

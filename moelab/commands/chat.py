@@ -112,7 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
     parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")
     arguments.add_draft(parser)
-    arguments.add_number(parser, "--max-tokens", 256, "of an answer", short="-m")
+    arguments.add_number(parser, "-m --max-tokens", 256, "of an answer")
     arguments.add_sampling(parser, ("--temp", "--top-p"))
     arguments.add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
     arguments.add_hidden(parser, "--max-kv-size", *arguments.XTC, *arguments.LOADING)

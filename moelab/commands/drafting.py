@@ -69,17 +69,10 @@ def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -
 
 
 def write(
-    model: nn.Module,
-    tokenizer,
-    prompt: list[int],
-    draft: Draft | None = None,
-    num_draft_tokens: int | str = "auto",
-    **kwargs,
+    model: nn.Module, tokenizer, prompt: list[int], draft: Draft | None, drafted: int | str, **given
 ) -> Iterator[GenerationResponse]:
-    """Write a text as ``mlx_lm.stream_generate`` does, with a draft if one is given."""
+    """Write a text as ``mlx_lm.stream_generate`` does, ``drafted`` tokens a round with a draft."""
     if draft is None:
-        return stream_generate(model, tokenizer, prompt, **kwargs)
-    num_draft_tokens = shared_policy(model, draft, num_draft_tokens)
-    return speculative_generate(
-        model, tokenizer, prompt, draft, num_draft_tokens=num_draft_tokens, **kwargs
-    )
+        return stream_generate(model, tokenizer, prompt, **given)
+    given["num_draft_tokens"] = shared_policy(model, draft, drafted)
+    return speculative_generate(model, tokenizer, prompt, draft, **given)

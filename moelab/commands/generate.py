@@ -159,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
     )
-    arguments.add_number(parser, "--max-tokens", 128, "where to stop", short="-m")
+    arguments.add_number(parser, "-m --max-tokens", 128, "where to stop")
     arguments.add_draft(parser)
     arguments.add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
