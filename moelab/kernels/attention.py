@@ -21,7 +21,6 @@ from .rowwise import NUMBER_WORK
 
 # Scores that are in memory at once; they stay in a core's cache.
 SCORES = 2**17
-CHUNK = 4  # vectors of a value that are added up side by side
 
 
 def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -122,7 +121,7 @@ class _Softmax(Code):
     """Turns scores into weights of a softmax, not divided by their sum.
 
     ``sums`` has each row's sink (a score without a value) or -inf, and gets the sink's weight. If
-    ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys; other keys' weights are 0.
+    ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys.
     """
 
     signature = "*scores *sums rows keys seen first Tq"
@@ -167,10 +166,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Writes y ``[rows, Dv]``, weighted means of values ``[keys, Dv]``.
-
-    Each mean is divided by the sum of its weights and of the sink's weight, which is in ``sums``.
-    """
+    """Writes y ``[rows, Dv]``, means of values ``[keys, Dv]``; ``sums`` has the sinks' weights."""
 
     form = "Dv"
     signature = "*weights *values *sums *y rows keys"
@@ -182,7 +178,7 @@ class _AddUp(Code):
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)
         totals = [self.spread(self.load(sums, row, F32)) for row in rows]
-        size = self.L * CHUNK
+        size = self.L * 4  # vectors of a value that are added up side by side
         for first in range(0, self.Dv, size):
             places = range(first, min(first + size, self.Dv), self.L)
 

@@ -1,9 +1,8 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
-A block is a dozen calls of native code, with numpy between them. MLX takes 16 to 60 us to evaluate
-each module. A block computes only text in float32 without padding, with projections of ``modules``
-without a bias and mlx-lm's caches. Otherwise it calls mlx-lm's modules: also in training, with
-hooks, or when another library has replaced a method or function.
+A block is a dozen calls of native code (MLX takes 16 to 60 us to evaluate each module). It computes
+only text in float32 without padding, with mlx-lm's caches. Otherwise it calls mlx-lm's modules:
+also in training, with hooks, or when another library has replaced a method or function.
 """
 
 from functools import lru_cache
@@ -57,10 +56,7 @@ class Block(modules.Watched):
     recorder = None  # a ``Recorder`` of ``speculation.recurrence`` while it records
 
     def forward(self, x: Rows, B: int, mask: Any = None, cache: Any = None) -> np.ndarray | None:
-        """Compute the block for B texts of equal length; x ``[n, D]`` has their tokens as rows.
-
-        Return None and change nothing if the kernels do not fit the call.
-        """
+        """Compute the block for B texts' tokens x ``[n, D]``; None if the kernels do not fit."""
         raise NotImplementedError
 
     @property

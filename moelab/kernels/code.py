@@ -119,7 +119,6 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
     """Return a class's kernel for L lanes and a form. It is stored: its code has no addresses."""
-    args = (len(kind.signature.split()), *args)
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
@@ -143,30 +142,27 @@ class Kernel:
 
 
 class Code:
-    """A function ``run(arguments, piece, pieces)`` in LLVM's language.
+    """A function ``run(arguments, piece, pieces)``, which a subclass's ``write`` writes for LLVM.
 
-    A subclass's ``write`` writes the function, which computes part ``piece`` of ``pieces`` parts.
-    ``form`` names the constants that the code is written for, ``signature`` the arguments; a star
-    marks the address of float32.
+    ``form`` names its constants, ``signature`` its arguments; a star marks the address of float32.
     """
 
     form = signature = ""
 
-    def __init__(self, num_arguments: int, L: int, *form: Any):
+    def __init__(self, L: int, *form: Any):
         self.__dict__.update(zip(self.form.split(), form))
-        self.L = L
+        self.L, names = L, self.signature.split()
         self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
         self._module = ir.Module()
         self._module.triple = llvm.get_default_triple()
-        self.num_arguments = num_arguments
         self.function = self._declare("run", ir.VoidType(), [I64] * 3)
         self.b = ir.IRBuilder(self.function.append_basic_block())
         first, self.piece, self.pieces = self.function.args
         first = self.pointer(first, I64)
-        self.arguments = [self.load(first, I64(i), I64, align=8) for i in range(num_arguments)]
-        for i, name in enumerate(self.signature.split()):
-            if name.startswith("*"):
-                self.arguments[i] = self.pointer(self.arguments[i], F32)
+        numbers = [self.load(first, I64(i), I64, align=8) for i in range(len(names))]
+        self.arguments = [
+            self.pointer(n, F32) if name.startswith("*") else n for name, n in zip(names, numbers)
+        ]
 
     def _declare(self, name, returns, arguments):
         return ir.Function(self._module, ir.FunctionType(returns, arguments), name)
@@ -189,7 +185,7 @@ class Code:
         engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        return Kernel(engine.get_function_address("run"), self.num_arguments, engine)
+        return Kernel(engine.get_function_address("run"), len(self.arguments), engine)
 
     def pointer(self, address, kind):
         return self.b.inttoptr(address, kind.as_pointer())

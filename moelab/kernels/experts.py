@@ -31,8 +31,7 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit. For one token the program ``placed`` may compute the result,
-        in its own ``y``.
+        None if the kernels do not fit; the program ``placed`` may compute one token, in its ``y``.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:
@@ -48,11 +47,6 @@ def call_for(
     if found is None or found[0][0].inputs != x.x.shape[-1]:
         return None
     return placed if placed and placed.bind(found) else ExpertCall(found, x, shape)
-
-
-def takes_rows(module: nn.Module) -> bool:
-    """Whether the experts of a module can be computed with ``FastExperts.forward`` now."""
-    return modules.is_itself(module, FastExperts) and module.all_matrices() is not None
 
 
 class ExpertsInModule(FastExperts):
@@ -91,12 +85,6 @@ class ExpertsInModule(FastExperts):
 FastSwitchGLU = modules.with_mixin(ExpertsInModule, SwitchGLU)
 
 
-def use(module: nn.Module) -> None:
-    """Let a ``SwitchGLU`` compute in one call, if the kernels compute its projections."""
-    if type(module) is SwitchGLU and gate_up_down(module):
-        module.__class__ = FastSwitchGLU
-
-
 def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
     """The projections of a ``SwitchGLU``, down last; None unless the kernels compute them all."""
     names = ("gate_up_proj",) if "gate_up_proj" in module else ("gate_proj", "up_proj")
@@ -107,15 +95,12 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 
 
 class ExpertCall:
-    """A call for tokens x ``[n, D]`` and indices of a shape ``[..., K]``, computed in parts.
-
-    Each part fills rows of ``y`` ``[n * K, D]``. ``in_mlx``: ``y`` is MLX memory, to save a copy.
-    """
+    """A call for tokens x ``[n, D]`` and indices ``[..., K]``; each part fills rows of ``y``."""
 
     def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):
         self._found, self._x, self._shape, self._out = found, x, shape, None
         shape = len(x.x) * shape[-1], found[1].outputs
-        if in_mlx:
+        if in_mlx:  # ``y [n * K, D]`` is MLX memory, to save a copy
             self._out = mx.zeros(shape)
             mx.eval(self._out)
         self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)

@@ -24,8 +24,7 @@ def gated_delta(
     """Compute what mlx-lm's ``gated_delta_ops`` does, and call ``ops`` if the kernel does not fit.
 
     Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
-    ``[B, T, Hv, Dk]``: a gate for each channel); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens
-    that change the state.
+    ``[B, T, Hv, Dk]``); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens that change the state.
     """
     if state is None:
         state = mx.zeros((len(q), *v.shape[2:], q.shape[-1]), mx.float32)

@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import qwen3, qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from ..hooks import call_instead, replaced
 from . import attention, blocks, code, experts, gated_delta, modules, rowwise, team
@@ -76,10 +77,7 @@ class Layer(blocks.Block):
 
 
 class DeltaPass:
-    """The record of a ``GatedDelta35`` for a short pass.
-
-    One program computes the input x ``[n, D]`` and the output ``y``: ``end`` is ``first``.
-    """
+    """The record of a ``GatedDelta35`` for a short pass, in one program (``end`` is ``first``)."""
 
     def __init__(self, mixer, x, first):
         self._mixer, self._zeros = mixer, mixer.zeros(1)
@@ -183,7 +181,8 @@ class Pass:
             and (shared is None or (is_itself(shared, FastMLP) and shared.own_matrices()))
             and layer.is_known
             and None not in (mixer.own_matrices(), mlp.own_matrices())
-            and experts.takes_rows(mlp["switch_mlp"])
+            and is_itself(mlp["switch_mlp"], experts.FastExperts)
+            and mlp["switch_mlp"].all_matrices() is not None
         )
         return cls(layer, n) if known else None
 
@@ -256,7 +255,8 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
     for module in reversed(list(model.modules())):  # children before their module
         cls, computes = type(module), modules.use(module, types)
-        experts.use(module)
+        if cls is SwitchGLU and experts.gate_up_down(module):
+            module.__class__ = experts.FastSwitchGLU
         if computes is not None:
             found["fast" if computes else "mlx"] += 1
         for name, fast in CALLED.items():

@@ -179,8 +179,7 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """Return a view of ``a``, which keeps others from changing its memory in place; ``a`` if MLX
-    would copy."""
+    """Return a view of ``a``, so that nobody changes its memory; ``a`` itself if MLX would copy."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data

@@ -1,14 +1,12 @@
 """Products of quantized or plain matrices with float32 rows, by kernels for this processor.
 
 A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
-operations in the same order, whatever other rows, matrices and threads there are (with Numba, LLVM
-might change the order with the number of rows). MLX adds in another order, so its sums differ by
-rounding.
+operations in the same order, whatever other rows, matrices and threads there are. MLX adds in
+another order, so its sums differ by rounding.
 
 For affine weights, inputs are divided by a power of two and results are multiplied by it, so
 that sums overflow no earlier than MLX's. The division changes no bit of a result, unless an input
 is below 1.2e-35. If an input is inf or -inf, a result may be NaN here and inf or -inf with MLX.
-Sums near float32's largest number may overflow in one order and not in the other.
 """
 
 import ctypes
@@ -30,11 +28,6 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without thei
 # Such rows are far apart, as a processor prefetches what is read in order. Two cores of a Xeon read
 # uncached weights at 29 GB/s with four rows far apart, and at 16 GB/s with two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
-# How far ahead weights are prefetched: processors themselves prefetch to the end of a page only.
-AHEAD_NBYTES = 4 * 1024
-# Rows of weights that stay in a core's cache while all rows of x are multiplied with them. If there
-# is only one group of rows of x, all weights are one tile.
-TILE = 64
 # How many int64 a task has. A task multiplies some rows of x with one matrix. Eight are
 # addresses: weights, scales, biases, x, sums of x, y, the task's row numbers in x, and those in y.
 # Three are counts: rows of x, rows of the matrix, and floats from one row of y to the next.
@@ -233,11 +226,7 @@ class _Packer(Code):
 
 
 class _Product(Code):
-    """Computes n tasks, tile by tile, with some rows of x and of weights (``ROWS``) at a time.
-
-    For each block of L words, weights at the same place in their words are unpacked into one vector
-    and multiplied. The block's sum is scaled and added to the row's sum.
-    """
+    """Computes n tasks, tile by tile, with some rows of x and of weights (``ROWS``) at a time."""
 
     form = "mode bits group inputs half"
     signature = "tasks n"
@@ -277,8 +266,10 @@ class _Product(Code):
                 return b.select(b.icmp_signed("<", at, weights), at, weights)
 
             start, last = within(begin), within(end)
+            # A tile's weights stay in a core's cache while all rows of x are multiplied with them.
+            # If there is only one group of rows of x, all weights are one tile.
             alone = self.b.icmp_signed("<=", rows_of_x, I64(max(ROWS)))
-            size = self.b.select(alone, self.add(self.b.sub(last, start), 1), I64(TILE))
+            size = self.b.select(alone, self.add(self.b.sub(last, start), 1), I64(64))
 
             def tile(first, _):
                 end = self.add(first, size)
@@ -328,7 +319,8 @@ class _Product(Code):
         # A slot may begin at any byte of its buffer.
         words = [self.load(w, i, self.ints, align=1) for i in at]
         for i in at:
-            ahead = self.b.gep(w, [self.add(i, AHEAD_NBYTES * 8 // WORD)])
+            # 4 KB ahead: processors themselves prefetch to the end of a page only.
+            ahead = self.b.gep(w, [self.add(i, 4096 * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
             # The arguments mean: fetch data, for reading, into the second-level cache.
             self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])

@@ -1,8 +1,7 @@
 """Kernels that this user has built before, as object code in ``~/.cache/moelab/kernels``.
 
 Reading a model's kernels takes 10 ms, building them about a second. A file's name is a hash of what
-its code depends on (``_origin``, kernel, arguments). Another user's file is not read: the kernel is
-built anew and replaces it. Nothing is stored if the folder is another user's or the disk is full.
+its code depends on. Nothing is read from another user's file, or stored in another user's folder.
 """
 
 import hashlib

@@ -288,7 +288,7 @@ class _Serve(_Shared):
 
 
 class _Sequence(Code):
-    """Calls n functions of a table, which has the addresses of each function and its arguments."""
+    """Calls n functions of a table: the addresses of each and of its arguments."""
 
     signature = "table n"
 

@@ -83,8 +83,7 @@ def advise(
     """Choose slots and layout by replaying a trace, without prefetch.
 
     ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
-    trace only fills the caches. ``packed_gain`` is how much faster experts in one piece are read;
-    None: they lie in one piece already.
+    trace only fills the caches. ``packed_gain`` None: experts lie in one piece already.
     """
     K, E, most = plan.top_k, plan.num_experts, plan.fits(memory_nbytes)
     if slots is None:

@@ -1,8 +1,7 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
 If every token takes the experts that the trace gave it most often, a cache for a quarter of all
-experts has the trace's hit rate within 0.04 (mean of layers). ``moelab.synthesize`` writes such a
-routing into a checkpoint with ``Routers``.
+experts has the trace's hit rate within 0.04 (mean of layers).
 """
 
 from dataclasses import dataclass
@@ -104,9 +103,8 @@ class Routers:
     """Routers that choose by the token alone, written into a checkpoint's random weights.
 
     The first R dimensions of the residual stream hold a code for the token's kind, a row of a
-    Hadamard matrix. The embedding writes the code; rows of projections that would write there are
-    zero. A router reads these dimensions only: its weights are a sum over all kinds, of a kind's
-    wanted logits times its code. The trace's token ids must be those of the checkpoint's tokenizer.
+    Hadamard matrix, which only the embedding writes. A router's weights are a sum over all kinds,
+    of a kind's wanted logits times its code.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):

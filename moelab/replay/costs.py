@@ -48,11 +48,8 @@ class Costs:
     def without_reads(self) -> "Costs":
         """The costs if no expert is missed."""
         fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
-        return replace(
-            self,
-            **{"fixed_s": fixed_s, "warm_s_per_byte": 0.0, "cold_s_per_byte": 0.0},
-            **{"direct_s_per_byte": nan, "warm_call_s": 0.0, "cold_call_s": 0.0, "overlap": 0.0},
-        )
+        zeros = ("warm_s_per_byte", "cold_s_per_byte", "warm_call_s", "cold_call_s", "overlap")
+        return replace(self, fixed_s=fixed_s, direct_s_per_byte=nan, **dict.fromkeys(zeros, 0.0))
 
     def without_arithmetic(self) -> "Costs":
         """The costs of the same reads on a device that computes in no time."""

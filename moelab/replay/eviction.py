@@ -66,13 +66,8 @@ def _by_table(rows, slots, policy):
 
 
 def _s3_fifo(rows, slots, _):
-    """Replay one layer's tokens by S3-FIFO (Yang et al., SOSP 2023).
-
-    A tenth of the slots is a queue of new experts. Experts that are used two more times move to the
-    main queue. The others are evicted and remembered as ghosts; a ghost that comes back goes to the
-    main queue.
-    """
-    room = max(1, slots // 10)
+    """Replay one layer's tokens by S3-FIFO (Yang et al., SOSP 2023)."""
+    room = max(1, slots // 10)  # of the queue of new experts
     small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: of the experts held
 
     def evict(queue, need):

@@ -39,8 +39,7 @@ def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
 
 
 def _last_use(experts, E):
-    """Return when each expert was last used before each token: ``[T + 1, E]``, token * K + place,
-    or -1 for never."""
+    """When each expert was last used before a token, ``[T + 1, E]``: token * K + place, or -1."""
     T, K = experts.shape
     last = np.full((T + 1, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, K)
@@ -74,8 +73,8 @@ def union(trace: Trace, m: int) -> np.ndarray:
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """Count the experts that a pass over m consecutive tokens reads with S slots in each layer.
 
-    The slots hold the S experts used most recently (LRU). The pass reads each other expert that
-    it needs once. The result is ``[L]``, means over all windows after the first ``skip`` tokens.
+    The slots hold the S experts used last. The result is ``[L]``, means over all windows after the
+    first ``skip`` tokens.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):

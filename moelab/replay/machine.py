@@ -151,11 +151,8 @@ class Machine:
         return ssd_s, copies_s, reads_s - ssd_s - copies_s
 
     def costs(self, facts: ModelFacts, held_nbytes: float = 0.0) -> Costs:
-        """The costs that a replay needs, for a model whose arrays take ``held_nbytes``.
-
-        A Mac that swaps drops what was used longest ago, which is needed next: everything takes
-        ``CLIFF`` times as long.
-        """
+        """The costs that a replay needs, for a model whose arrays take ``held_nbytes``."""
+        # A Mac that swaps drops what was used longest ago, which is needed next.
         slow = CLIFF if self.swaps(held_nbytes) else 1
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
         backbone_s = facts.dense_nbytes / self.weights_bytes_per_s

@@ -1,7 +1,4 @@
-"""Replay a routing with experts divided over ranks: what each rank reads, what a token takes.
-
-The ranks compute one layer after another together, so a layer waits for the rank that reads most.
-"""
+"""Replay a routing with experts divided over ranks: a layer waits for the one that reads most."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,17 +67,14 @@ class Machines:
     latency_s: float  # of a message
     compute_s: float  # a token's arithmetic, with every expert held and nothing exchanged
 
-    def exchange_s(self, rows: float, row_nbytes: int) -> float:
-        """Seconds of an ``all_gather`` on a ring: each block of ``rows`` passes N - 1 links."""
-        one = self.latency_s + rows * row_nbytes / self.link_bytes_per_s
-        return (self.ranks - 1) * one
-
     def parts(
         self, waited_reads: float, expert_nbytes: int, layers: int, rows: float, row_nbytes: int
     ) -> dict[str, float]:
         """Seconds of a token, whose layers read, compute and exchange without overlap."""
+        # An ``all_gather`` on a ring: each block of ``rows`` passes N - 1 links.
+        link_s = self.latency_s + rows * row_nbytes / self.link_bytes_per_s
         return {
             "reads": waited_reads * expert_nbytes / self.disk_bytes_per_s,
             "arithmetic": self.compute_s,
-            "exchange": layers * self.exchange_s(rows, row_nbytes),
+            "exchange": layers * ((self.ranks - 1) * link_s),
         }

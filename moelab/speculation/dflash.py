@@ -112,11 +112,7 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put the next T tokens into the cache; features ``[B, T, n * D]``.
-
-        If T is ``QUEUED_TOKENS`` or more, the cache is evaluated here, layer by layer. Else the
-        caller evaluates it.
-        """
+        """Put T tokens, by features ``[B, T, n * D]``, into the cache; the caller evaluates it."""
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
             a, heads = layer.self_attn, (*context.shape[:2], self.args.num_key_value_heads, -1)

@@ -52,11 +52,7 @@ def _kernel():
 def gated_delta(
     q, k, v, g, beta, state, mask=None, every: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Compute what mlx-lm's ``gated_delta_ops`` does, for arguments that ``fits`` takes.
-
-    Shapes are those of ``kernels.gated_delta``. With ``every`` it returns the states after each
-    token, ``[T, ...]``. mlx-lm passes ``mask=None``.
-    """
+    """Compute ``gated_delta_ops`` of mlx-lm, with ``every`` the states after each token."""
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(
         inputs=[q, k, v, g, beta, state],

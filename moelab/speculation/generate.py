@@ -143,10 +143,7 @@ def speculative_generate_step(
     quantized_kv_start: int = 5000,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[int, mx.array, bool, Round]]:
-    """Yield (token, log probabilities ``[V]``, whether the token was drafted, its round).
-
-    The arguments are those of ``speculative_generate`` and mlx-lm's function of this name.
-    """
+    """Yield (token, log probabilities ``[V]``, whether the token was drafted, its round)."""
     if not hasattr(draft, "propose"):
         raise ValueError(
             "draft: expected one that proposes tokens, such as moelab.LookupDraft(), "
@@ -202,15 +199,13 @@ class _Proposal:
 
 
 class _Rounds:
-    """The rounds of one text, from the prompt's last token on.
-
-    ``_last`` [1] is the newest token: accepted, but not yet in the target's cache. ``_pending`` is
-    the rest of its tuple (log probabilities, from_draft, round), or None once that was yielded.
-    """
+    """The rounds of one text, from the prompt's last token on."""
 
     def __init__(self, target, chooser, policy, last, max_tokens):
         self._target, self._draft = target, target.draft
         self._chooser, self._policy = chooser, policy
+        # The newest token [1], accepted but not yet in the target's cache, and the rest of its
+        # tuple (log probabilities, from_draft, round), or None once that was yielded.
         self._last, self._pending = last, None
         self._left = max_tokens if max_tokens >= 0 else float("inf")
         self._number = 0  # the round's number
@@ -218,10 +213,7 @@ class _Rounds:
         self._in_flight = False  # the last round had no drafts and began this round's token
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
-        """Yield ``speculative_generate_step``'s tuples.
-
-        At the end, except after an error, the caches hold every token that was yielded.
-        """
+        """Yield ``speculative_generate_step``'s tuples."""
         try:
             while self._left:
                 # A pass also gives the target's own token.

@@ -52,10 +52,7 @@ LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 
 class Head:
-    """Mixed into the class of an mlx-lm model of one layer; it calls the model's trunk.
-
-    ``stored`` is what ``_stored`` found of the head.
-    """
+    """Mixed into an mlx-lm model's class, of one layer; ``stored`` is what ``_stored`` found."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -168,10 +165,7 @@ def _stored(path: Path, config: dict) -> SimpleNamespace:
 
 
 def load_head(path_or_hf_repo: str | Path) -> nn.Module:
-    """Load the head of a checkpoint, or of a folder with a head alone.
-
-    A CheckpointError says what is missing or does not fit.
-    """
+    """Load the head of a checkpoint, or of a folder with a head alone, or raise CheckpointError."""
     check_fork()
     what = f"{path_or_hf_repo}: mlx-lm cannot build a draft head of its config.json and tensors:"
     with readable(what):  # a damaged configuration raises many types of errors

@@ -150,10 +150,7 @@ class _Recurrence:
 
 
 class Recorder:
-    """Puts one recurrent layer's work on tape, while the recorder's hooks are installed.
-
-    The hooks run copies of the layer's methods that call a ``_Recurrence`` for the recurrence.
-    """
+    """Puts one recurrent layer's work on tape: its hooks run copies of the layer's methods."""
 
     def __init__(self, layer: nn.Module):
         self.layer = layer

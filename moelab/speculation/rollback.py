@@ -1,16 +1,14 @@
 """Take the last tokens back out of mlx-lm's caches, as if the model had not read them.
 
-An attention cache is trimmed. A recurrent state (``ArraysCache``) is one array that depends on
-every token of the text. ``Rollback`` has three strategies to get the state after fewer tokens:
+An attention cache is trimmed. A recurrent state (``ArraysCache``) depends on every token of the
+text. ``Rollback`` has three strategies to get the state after fewer tokens:
 
     restore   put back the state from before the pass, and run the model over the kept tokens
     replay    keep the recurrence's inputs, and run it alone, without weights and experts
     states    keep the state after every token (but ``kernels.gated_delta`` uses replay)
 
-The last two use the tapes of ``recurrence``. ``states`` costs memory. It costs no time where a
-kernel writes every state (CUDA) or mlx-lm loops over the tokens. It costs time for Mamba 2 and on
-Metal, where tokens are computed together. ``auto`` replays on Metal or above ``STATES_NBYTES``.
-``auto`` restores if a layer's recurrence is not known.
+``states`` costs memory, and time for Mamba 2 and on Metal, where tokens are computed together.
+``auto`` replays on Metal or above ``STATES_NBYTES``, and restores an unknown recurrence.
 """
 
 from contextlib import contextmanager

@@ -48,10 +48,7 @@ def compute_alike(draft: nn.Module, model: nn.Module, dtype: mx.Dtype) -> None:
 
 
 class Capture:
-    """Keeps the outputs of some decoder layers during a ``with`` block; it can be entered again.
-
-    Hold the model's ``lock`` during the block if other threads may call the model.
-    """
+    """Keeps the outputs of some decoder layers during a ``with`` block; it can be entered again."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
         self._layer_ids = layer_ids

@@ -10,10 +10,9 @@ An expert's bytes go this way, with one module for each step:
     streaming/model.py          ``load`` puts the layers into mlx-lm's model
 
 Before loading, facts.py asks the model once what it is made of (``ModelFacts``), and plan.py
-chooses the number of slots; room.py gives slots back where memory gets short. handover.py moves the
-routing to the host (CUDA: cuda.py). Beside these: config.py (``StreamConfig``), build.py
-(mlx-lm's model with the top-k and the type that were asked for, and what a new family needs),
-counters.py, fused.py (gate and up in one projection), disk_embedding.py (tables of which a token
-needs a few rows), prefetch.py (guesses), ranks.py (several machines), trace.py and record.py (which
-experts were chosen).
+chooses the number of slots; room.py gives slots back where memory gets short. cuda.py moves
+routing to the host. Beside these: config.py (``StreamConfig``), build.py (mlx-lm's model with the
+top-k and the type that were asked for, and what a new family needs), counters.py, fused.py (gate
+and up in one projection), disk_embedding.py (tables of which a token needs a few rows), prefetch.py
+(guesses), ranks.py (several machines), trace.py and record.py (which experts were chosen).
 """

@@ -149,16 +149,13 @@ def _cast(model, modules, config, dtype):
 
 
 def _half_scales(modules, config):
-    """Return the names of streamed scales and biases that stay bfloat16 for the fast kernels.
-
-    All scales and biases of a layer must be bfloat16, since a slot has one type for them.
-    """
+    """Return the names of streamed scales and biases that stay bfloat16 for the fast kernels."""
     if config.mode == "resident" or config.resolved().kernels != "fast":
         return set()
     names = set()
     for path, module in modules:
         parameters = expert_parameters(module).items()
         halves = {n: p for n, p in parameters if n.endswith((".scales", ".biases"))}
-        if all(p.dtype == mx.bfloat16 for p in halves.values()):
+        if all(p.dtype == mx.bfloat16 for p in halves.values()):  # a slot has one type for them
             names |= {f"{path}.{n}" for n in halves if kernels.fits(module[n.split(".")[0]])}
     return names

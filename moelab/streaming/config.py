@@ -27,11 +27,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of ``StreamConfig`` is for and takes; the class and the commands show this.
-
-    A field takes its default. It also takes one of ``choices``, or a whole number within
-    ``bounds``; without both it takes True or False.
-    """
+    """What a field of ``StreamConfig`` is for and takes; the class and the commands show this."""
 
     default: Any
     help: str  # in a line; ``{default}`` stands for the default
@@ -40,7 +36,8 @@ class Option:
     metavar: str | None = None  # the name of the value in the help, N for a number; None: choices
     choices: Collection[str] = ()  # the names that the field takes
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
-    bounds: tuple[int, int] | None = None  # the least and the most of a whole number
+    # The least and the most of a whole number. Without bounds and choices: True or False.
+    bounds: tuple[int, int] | None = None
     modes: Collection[str] = MODES  # the modes in which the field has an effect
     needs: str = ""  # what the other modes lack; they refuse the field, or ignore it if this is ""
     for_auto: bool = False  # whether the field has an effect only with ``slots="auto"``
@@ -133,12 +130,11 @@ class StreamConfig:
         "auto",
         "read early: router (a layer's own, asked early), lookahead (the next one), none or auto "
         "(default: {default})",
-        "router asks a layer's router before the layer's attention or recurrence, in a short call "
-        "of one text, where the fast kernels compute the whole layer; lookahead gives this layer's "
-        "hidden state to the next layer's router; oracle takes the experts of a recorded trace. "
-        "auto: short calls alternate between router, or on a Mac's GPU lookahead, and none. The "
-        "faster stays, and both are tried again if memory or hits change. auto is none if neither "
-        "can be used, on CUDA, with ranks, with source host and with a slot for every expert.",
+        "router asks a layer's router before its attention or recurrence, in a short call of one "
+        "text, where the fast kernels compute the whole layer; lookahead gives this layer's hidden "
+        "state to the next layer's router; oracle takes a recorded trace. auto: short calls "
+        "alternate between none and router (on a Mac's GPU lookahead), and the faster stays; none "
+        "on CUDA, with ranks, with source host and with a slot for every expert.",
         metavar="WHICH",
         choices=("auto", "none", "router", "lookahead", "oracle"),
         only_in_python=("oracle",),  # it needs a trace of the same prompt

@@ -47,8 +47,7 @@ class Stats:
     # Of calls with several tokens of a text: prompts, verify passes.
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)  # of calls with one token of each text
-    # How many modules compute with the ``fast`` kernels and how many with ``mlx``'s; empty with
-    # ``StreamConfig(kernels="mlx")``.
+    # How many modules compute with the ``fast`` kernels and with ``mlx``'s; {} with kernels="mlx".
     kernels: dict[str, int] = field(default_factory=dict, compare=False)
 
 

@@ -1,24 +1,23 @@
-"""Moves experts' bytes to a CUDA GPU, and routing to the host, without MLX's unified memory.
+"""Moves experts' bytes to a CUDA GPU, and routing to the host, through pinned memory.
 
-The pages of an MLX array that the host has touched move between host and GPU by page faults. Bytes
-written in place take 0.5 ms a MB, where the bus needs 0.03; reading a layer's routing takes 0.15
-ms. Here both go through pinned memory, by kernels in MLX's own graph. ``Mailbox.post`` writes
-routing to pinned memory, and ``Mailbox.send`` copies experts' bytes from there to the slots. The
-kernel of ``send`` starts before the reads have ended and waits on the GPU for each read. Meanwhile
-the host prepares the next operations. All this needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0``
-turns it off.
+The pages of an MLX array that the host has touched move by page faults: bytes written in place take
+0.5 ms a MB, where the bus needs 0.03, and reading a layer's routing takes 0.15 ms. Here kernels in
+MLX's own graph do both. The one that copies starts before the reads have ended and waits for each
+on the GPU. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
+
+from .. import kernels
 
 try:
     from cuda.bindings import nvrtc, runtime
@@ -148,10 +147,7 @@ _SEND = f"""
 
 
 class Mailbox:
-    """Pinned memory through which the host and kernels in MLX's graph exchange small numbers.
-
-    The host polls one word, as MLX's ``eval`` would sleep and a read of an array would move pages.
-    """
+    """Pinned memory through which the host and kernels in MLX's graph exchange small numbers."""
 
     def __init__(self):
         size = 8 * (2 + 5 * MAX_COPIES)
@@ -174,7 +170,7 @@ class Mailbox:
 
     def collect(self, indices: mx.array) -> np.ndarray:
         """Wait for the numbers of the array that was posted last; return a copy, uint32."""
-        words = self._words
+        words = self._words  # polled, as MLX's ``eval`` would sleep
         end = time.perf_counter() + PATIENCE_S
         while not words[0]:
             if time.perf_counter() > end:
@@ -192,8 +188,7 @@ class Mailbox:
     ) -> mx.array:
         """An array like ``indices`` that a kernel fills with at most ``MAILBOX_SIZE`` host numbers.
 
-        The kernel runs after ``indices`` and ``after`` are computed. It also makes the copies (at
-        most ``MAX_COPIES``), each as soon as the copy's bytes have been read.
+        It runs after ``indices`` and ``after``; it makes each copy as soon as the bytes are there.
         """
         self.wait()
         words, chunk = [], 0
@@ -213,10 +208,7 @@ class Mailbox:
         return self._sent
 
     def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
-        """Let the GPU make at most ``MAX_COPIES`` copies after ``after``; do not wait for them.
-
-        Returns a zero, ``[1]``: arrays that depend on it are computed after the copies.
-        """
+        """Return a zero ``[1]``, computed after ``after`` and at most ``MAX_COPIES`` copies."""
         return self.send(np.zeros(1, np.uint32), self._one, copies, after)
 
     def wait(self) -> None:
@@ -230,13 +222,34 @@ class Mailbox:
         self._sent = None
 
 
+class Handover:
+    """Hands slot numbers to MLX, by pinned memory if asked and possible; notes what reads slots."""
+
+    def __init__(self, through_pinned: bool):
+        self.mailbox = Mailbox() if through_pinned and available() else None
+        # The last layer's output or an array that depends on it, which reads slots when evaluated.
+        self.pending = []
+
+    def to_device(
+        self, numbers: np.ndarray, indices: mx.array, copies: Sequence[Copy] = ()
+    ) -> mx.array:
+        """Return the host's numbers as uint32; the GPU makes ``copies`` before it reads them."""
+        if self.mailbox and numbers.size <= MAILBOX_SIZE:
+            return self.mailbox.send(numbers, indices, copies)
+        return kernels.to_mlx(numbers)
+
+    def settle(self) -> None:
+        """Evaluate the arrays that read slots."""
+        mx.eval(self.pending)
+        self.pending = []
+
+
 @cache
 def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
     """Compile a kernel once in a process; call it with ``n`` ``indices`` and more arrays.
 
     ``more`` declares the other arrays in C (``word``: 64 bits), ``outputs`` names the uint32 arrays
-    that the kernel writes. ``mx.fast.cuda_kernel`` would also compile MLX's headers, for two
-    seconds with each kernel.
+    that it writes. (``mx.fast.cuda_kernel`` would compile MLX's headers, too, for two seconds.)
     """
     name = f"moelab_{name}"
     written = ", ".join(f"unsigned int* {output}" for output in outputs.split())

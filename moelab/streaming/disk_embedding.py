@@ -19,10 +19,7 @@ ROW_NBYTES = 200  # bytes that Python takes beside each row in memory
 
 
 class DiskEmbedding(nn.Module):
-    """Replaces an embedding of R rows, or an embedding whose rows are divided over shards.
-
-    Until ``open`` is called all rows are 0: shapes and types are tried before anything is read.
-    """
+    """Replaces an embedding, maybe divided over shards; until ``open`` is called all rows are 0."""
 
     def __init__(self, shards: list[nn.Module], places: list[dict[str, Tensor]], dims: int):
         super().__init__()

@@ -17,9 +17,12 @@ from .build import build_model
 from .config import StreamConfig
 from .cuda import on_metal
 from .disk_embedding import DiskEmbedding
-from .handover import FEW_TOKENS
 from .residency.bank import slot_nbytes
 
+# The most tokens of a decoding call: a token of each text of a batch, or a token and its drafts. A
+# call of more tokens is a prompt: its large outputs and states are evaluated on the way, its last
+# logits may wait (``lazy_logits``), and slots lend memory to it.
+FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
 # Arrays of the hidden size that a layer keeps for a token beside its experts' work: 16 with MLX's
@@ -31,10 +34,7 @@ LINEARS = (nn.Linear, nn.QuantizedLinear)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is made of, and the bytes that it takes.
-
-    A record (JSON) keeps the first five facts, which a replay needs (``lab.models.recorded``).
-    """
+    """What a model is made of, and the bytes that it takes; a record keeps the first five."""
 
     experts: dict[str, int]  # E of each MoE layer, by the path of the module of its experts
     top_k: int  # K; 0 without experts
@@ -107,11 +107,7 @@ class ModelFacts:
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes of the checkpoint that each token needs beside experts.
-
-        All tensors count except experts and the table of embeddings. A table that is also the head
-        counts.
-        """
+        """Bytes of the checkpoint, less experts and a table of embeddings that is not the head."""
         experts = self.num_layers * self.num_experts * self.expert_nbytes
         return self.checkpoint_nbytes - experts - self.table_nbytes
 
@@ -230,11 +226,7 @@ def _grown(cache, context):
 
 
 def _token_values(model, linears, checkpoint, config, top_k):
-    """Return how many values the largest layer keeps for each token of a call.
-
-    ``linears`` are the matrices of each layer's experts by name. The estimate is 1.1 to 1.3 times
-    the bytes measured with the four layers of notebook 03.
-    """
+    """Estimate the values that the largest layer keeps for a token (1.1 to 1.3 times measured)."""
     fast, most, D = config.kernels == "fast", 0, 0
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))

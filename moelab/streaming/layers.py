@@ -1,9 +1,7 @@
 """The MoE layer: it evaluates its routing, asks for the experts and computes with them.
 
 A layer takes the place of mlx-lm's ``SwitchGLU``: ``x [..., D]`` and ``indices [..., K]`` give
-``[..., K, D]``. ``Stacked`` and ``Fused`` get experts in slots from the residency. They compute
-with all experts together, or with parts as they arrive. ``Serial`` and ``Buffers`` keep no expert
-for a later token, and read through the page cache.
+``[..., K, D]``.
 """
 
 from functools import partial
@@ -15,20 +13,18 @@ import numpy as np
 from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
 from .cuda import on_cuda, on_metal
+from .facts import FEW_TOKENS
 from .fused import SORTED_ROWS, can_fuse
-from .handover import FEW_TOKENS
 from .residency.bank import SlotBank
 from .residency.residency import Arrived, Pairs
 from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows with which S slots round as E experts do with ``size`` rows.
-
-    On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
-    gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted rows
-    for each matrix. On both, gather_mm runs another kernel for sorted rows.
-    """
+    """The fewest and most rows with which S slots round as E experts do with ``size`` rows."""
+    # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
+    # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
+    # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
     if on_cuda():
         return min(size, 8 if quantized else SORTED_ROWS), size
     if not on_metal():
@@ -55,12 +51,10 @@ class StreamedExperts(nn.Module):
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
-        # A prefetcher sets this function to ask the router: a call hands it the indices and
-        # computes nothing. It is an attribute and no hook, so that the session can remove it after
-        # an interrupt.
+        # A prefetcher sets this to ask the router: a call gives it the indices and computes
+        # nothing. It is no hook, so that the session can remove it after an interrupt.
         self.probe = None
-        # Makes a bank of S slots. The function does not refer to this layer: a cycle would keep the
-        # memory of a deleted model.
+        # Makes a bank of S slots. It does not refer to this layer: no cycle keeps a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
@@ -133,10 +127,7 @@ class StreamedExperts(nn.Module):
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keeps S slots; a call is one gathered matmul for each projection (as in SwiftLM's PR 90).
-
-    A call with more experts than slots is computed in parts, and reads each expert at most once.
-    """
+    """Keeps S slots; a call is one gathered matmul for each projection (as in SwiftLM's PR 90)."""
 
     gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
     known_call = StreamedExperts.__call__
@@ -253,10 +244,7 @@ class Fused(Stacked):
 
 
 class Parts(Pairs):
-    """Pairs that MLX's graph computes in parts; ``computed`` has the results ``[pairs, 1, D]``.
-
-    With ranks these pairs are some of the whole call's ``size`` pairs.
-    """
+    """Pairs that MLX computes in parts: some of ``size`` with ranks; ``computed [pairs, 1, D]``."""
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)
@@ -335,9 +323,3 @@ def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Path and module of each layer's experts, in memory or streamed, in layer order."""
     streamed = [(m.path, m) for m in model.modules() if isinstance(m, StreamedExperts)]
     return sorted(streamed, key=lambda item: item[1].index) or expert_modules(model)
-
-
-def moe_blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks (router, experts, shared expert) that call the experts, in layer order."""
-    modules = dict(model.named_modules())
-    return [modules[path.rpartition(".")[0]] for path, _ in expert_layers(model)]

@@ -1,8 +1,4 @@
-"""``load`` makes an mlx-lm model whose experts stay on disk.
-
-``load`` replaces the experts' modules by ``StreamedExperts`` layers, which share one ``Session``.
-Then it reads the remaining weights: the backbone, or in mode ``resident`` all weights.
-"""
+"""``load`` makes an mlx-lm model whose experts stay on disk."""
 
 import os
 import weakref
@@ -42,10 +38,9 @@ from ..prompt import check_tokens
 from .build import build_model
 from .config import StreamConfig
 from .disk_embedding import EMBEDDINGS, DiskEmbedding
-from .facts import facts_of
+from .facts import FEW_TOKENS, facts_of
 from .fused import give_room
-from .handover import FEW_TOKENS
-from .layers import LAYERS, moe_blocks
+from .layers import LAYERS
 from .plan import AnyDraft, plan_of
 from .prefetch import PREFETCHERS, Auto, auto
 from .ranks import Ranks
@@ -57,8 +52,7 @@ from .session import Session, recurrent_states, session_of, stats
 class LoadedModel:
     """Mixin of a loaded model's class: it counts calls and runs one thread's call at a time.
 
-    Hold ``lock`` to keep other threads out for longer than a call. A call refuses token ids beyond
-    the vocabulary, because MLX would end the process. A single id in uint32 is not checked.
+    Hold ``lock`` to keep other threads out for longer than a call.
     """
 
     @property
@@ -66,7 +60,8 @@ class LoadedModel:
         return self._session.lock
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
-        # A single uint32 id comes from a sampler: a check would wait until the id is computed.
+        # MLX would end the process for an id beyond the vocabulary. A single uint32 id comes from a
+        # sampler: a check would wait until the id is computed.
         if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
             check_tokens(inputs, self)
         with self._session.call():
@@ -358,7 +353,8 @@ def _stream(model, experts, session):
     session.layers = [weakref.proxy(module) for _, module in streamed]
     if can_empty():  # on a GPU, MLX allocates the slots and the host must not touch them
         _populate(session.residency.layers)
-    blocks = [weakref.proxy(block) for block in moe_blocks(model)]
+    modules = dict(model.named_modules())  # the blocks: router, experts, shared expert
+    blocks = [weakref.proxy(modules[path.rpartition(".")[0]]) for path, _ in experts]
     if config.prefetch in PREFETCHERS:
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)
         session.residency.prefetches = True
@@ -405,11 +401,7 @@ def _load_adapters(model, path):
 
 
 def close(model: nn.Module) -> None:
-    """End the model's reading threads and close its files. Do not call the model afterwards.
-
-    Args:
-        model (nn.Module): From ``load``.
-    """
+    """End the model's reading threads and close its files. Do not call the model afterwards."""
     session = session_of(model)
     with session.lock, held():
         session.reader.close()

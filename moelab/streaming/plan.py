@@ -27,26 +27,21 @@ from ..memory import (
 )
 from ..system import HERE
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
-from .facts import PROMPT_TOKENS, ModelFacts, grown_nbytes
-from .handover import FEW_TOKENS
+from .facts import FEW_TOKENS, PROMPT_TOKENS, ModelFacts, grown_nbytes
 from .ranks import Ranks
 from .residency.bank import can_empty
 
-# Measured numbers come from the four layers of notebook 03.
-# Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt
-# (tokenizer, libraries' pages, freed memory that is kept, kernels). A process took 88 MB, or 111 MB
-# where it compiled the kernels instead of loading them.
+# Measured with the four layers of notebook 03: bytes that a process takes beside its arrays once it
+# has loaded a model and computed a prompt (88 MB, or 111 MB where it compiled the kernels).
 PROCESS_NBYTES = 110_000_000
-# On CUDA a plan is for the GPU's memory, and the process is not in it. MLX took 70 to 143 MB of
-# GPU memory beside the planned arrays.
+# On CUDA a plan is for the GPU's memory, of which MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A chunk of a prompt has at least 32 tokens (or the context). Where slots can lend their memory
-# to a prompt, a chunk may take 7/8 of the memory left for slots. Elsewhere each chunk reads nearly
-# all experts. So it may take a sixteenth of all memory, or what 256 tokens need if that is more,
-# but at most half of the memory left for slots.
+# Where slots lend a prompt their memory, a chunk may take 7/8 of the memory left for slots.
+# Elsewhere each chunk reads nearly all experts. So it may take a sixteenth of all memory, or what
+# 256 tokens need if that is more, but at most half of the memory left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
@@ -55,8 +50,6 @@ MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # keeps, and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to 72 MB; calls of fewer
 # tokens take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
-# The time to read an expert from the page cache, as a share of that from the SSD (measured: 0.22).
-COPY_COST = 0.25
 # The reasons for a number of slots.
 ALL = "every expert"
 RESIDENT_FITS = " (mode resident, which reads all of them at the start, would fit as well)"
@@ -99,9 +92,8 @@ class Plan:
     # logits.
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this takes a CPU, more
-    # than K slots, no ``memory_nbytes`` from the caller, and a small page cache. It is small if it
-    # has room for less than twice the experts in slots or, if every expert has a slot, for fewer
-    # than all. It holds much the same experts as the slots, and a copy takes a core's time.
+    # than K slots, no ``memory_nbytes`` from the caller, and a small page cache: it holds much the
+    # same experts as the slots, and a copy takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -128,14 +120,11 @@ class Plan:
         return self.slots - ceil(min(1.0, max(0.0, share)) * (self.slots - self.prompt_slots))
 
     def call_nbytes(self, tokens: int, caches: Sequence = (), is_first: bool = False) -> int:
-        """The bytes, beside the slots, of a call that computes ``tokens`` tokens at once.
-
-        ``caches`` grow; each is copied as it grows, one at a time. The first call loads kernels.
-        """
+        """The bytes, beside the slots, of a call that computes ``tokens`` tokens at once."""
         work = self.facts.arrays_nbytes(tokens)
         work += BESIDE_NBYTES if tokens > FEW_TOKENS else min(work, BESIDE_NBYTES)
-        work += self.process_nbytes - BESIDE_NBYTES if is_first else 0
-        copied = max((c.nbytes for c in leaves(caches)), default=0)
+        work += self.process_nbytes - BESIDE_NBYTES if is_first else 0  # it loads kernels
+        copied = max((c.nbytes for c in leaves(caches)), default=0)  # as they grow, one by one
         return work + copied + tokens * self.caches_nbytes // self.context
 
     def __str__(self):
@@ -240,7 +229,8 @@ def plan_of(
             why = f"{ALL} of this rank"
     elif not mx.cuda.is_available():  # on CUDA slots take no memory of the page cache
         pages = (free + lendable - least * slot) / (facts.checkpoint_nbytes * held / E)
-        if slots / held < (1 - COPY_COST) * pages:
+        # A read from the page cache takes about a quarter of the time of one from the SSD.
+        if slots / held < (1 - 0.25) * pages:
             prompt_slots, slots, why = least, least, FEW
     lent, taken = (slots - prompt_slots) * slot, slots * slot
     # Bytes of the page cache while tokens are decoded. With all experts in slots nothing is read.
@@ -288,10 +278,6 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
     With ``slots="auto"`` the slots are those that ``plan`` would choose now.
 
-    Args:
-        path (str or Path): A model folder.
-        config (StreamConfig or None): How to stream. Default: ``StreamConfig()``.
-
     Returns:
         ModelFacts: ``total_nbytes`` and its parts, without a prompt's activations and caches.
 
@@ -305,10 +291,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes that a plan fills: ``most.some``, or more to fit all experts or K a layer.
-
-    ``every`` is what all experts take, ``least`` what K a layer take, without a prompt's ``work``.
-    """
+    """Return the bytes to fill: ``most.some``, or more if all experts (or K a layer) need more."""
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable
@@ -319,11 +302,8 @@ def _filled(most, work, every, least):
 
 
 def _work(facts, context, taken, memory):
-    """Return how many of a prompt's tokens are computed at once, their bytes, and what slots lend.
-
-    ``taken`` bytes of ``memory`` are for everything else, K slots in each layer included.
-    """
-    left = memory - taken
+    """Return how many of a prompt's tokens are computed at once, their bytes, what slots lend."""
+    left = memory - taken  # beside all else, K slots in each layer included
     if can_empty():  # slots lend their memory
         most = left * 7 // 8
         most -= min(most // (MORE_SHARE + 1), MORE_NBYTES)
@@ -363,10 +343,7 @@ def _for_a_model():
 
 
 def memory_now() -> tuple[int, int]:
-    """The bytes that a model may take before it gives slots back, and before a call is refused.
-
-    The first number leaves the system half of what ``plan`` left it, the second leaves nothing.
-    """
+    """The bytes that a model may take before it gives slots back, and before a call is refused."""
     memory, kept = _memory()
     return memory + kept // 2, memory + kept
 

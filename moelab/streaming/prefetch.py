@@ -1,8 +1,6 @@
 """Prefetching: a prefetcher guesses which experts this layer or the next one will need.
 
-Guessed experts are read at once past the page cache, or by background threads after all reads that
-a layer waits for. When the guessed layer is called, threads' reads that have not begun are
-cancelled. A guess evicts other experts of its layer, but none that it names.
+Guessed experts are read at once past the page cache, or by threads after what a layer waits for.
 """
 
 from contextlib import suppress
@@ -16,7 +14,7 @@ import numpy as np
 from .. import kernels
 from .counters import Counting
 from .cuda import on_cuda
-from .handover import FEW_TOKENS
+from .facts import FEW_TOKENS
 from .residency.residency import Residency
 from .session import Session
 from .trace import Trace
@@ -50,10 +48,7 @@ class Prefetcher:
 
 
 class Lookahead(Prefetcher):
-    """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849).
-
-    A block of ``kernels`` has ``route``. Any other is called with x; the experts note the choice.
-    """
+    """Asks the next layer's router with this layer's hidden state (MoE-Infinity; ds4 issue 849)."""
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         super().__init__(layers, blocks)
@@ -76,7 +71,7 @@ class Lookahead(Prefetcher):
             x = kernels.to_mlx(x.x)
         asked = []
         experts = self._layers[layer + 1]
-        experts.probe = asked.append
+        experts.probe = asked.append  # they note the block's choice
         try:
             self._blocks[layer + 1](x if x.ndim > 2 else x[None])
         finally:
@@ -112,11 +107,7 @@ class Oracle(Prefetcher):
 
 
 class Router(Prefetcher):
-    """Asks a layer's own router before attention or recurrence, and reads the experts it names.
-
-    It names the experts of a token that are likely enough (``SURE``). If a layer's early router is
-    wrong too often, as in the first layers, the layer reads nothing.
-    """
+    """Asks a layer's own router before attention or recurrence, and reads the experts it names."""
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         super().__init__(layers, blocks)
@@ -134,10 +125,7 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return the experts to read, and to keep: the 2K likeliest of each token are not evicted.
-
-        ``likely`` experts and their probabilities ``p`` are ``[n, asks_early]``.
-        """
+        """Return the experts to read, and to keep, of ``likely`` ones ``[n, asks_early]``."""
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
@@ -161,17 +149,14 @@ def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
         return None
     if all(layer.table.num_slots >= layer.num_experts for layer in slots):
         return None  # once all have been read nothing is missing
-    for kind in (Lookahead,) if mx.default_device() == mx.gpu else (Router,):
-        with suppress(ValueError):  # this family's routers cannot be asked that way
-            return kind(layers, blocks)
-    return None
+    with suppress(ValueError):  # this family's routers cannot be asked that way
+        return (Lookahead if mx.default_device() == mx.gpu else Router)(layers, blocks)
 
 
 class Auto:
     """Turns the prefetcher on and off from call to call, by a ``Trial`` for each number of tokens.
 
-    A short call is timed up to its last layer's experts: reads ahead change nothing else. What a
-    caller does between two calls, such as sampling or waiting, is left out.
+    A short call is timed up to its last layer's experts: reads ahead change nothing else.
     """
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):

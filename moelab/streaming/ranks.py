@@ -1,10 +1,9 @@
 """Divides experts over the ranks of ``mx.distributed``, each of which reads its own.
 
-Every rank computes the backbone for the same tokens. In a MoE layer each rank computes the (token,
-expert) pairs of the experts that it owns, and one ``all_gather`` gives every rank all rows. Nothing
-is added up on the way, so N ranks give the same bits as one process for the same calls. Ranks must
-make the same collective calls in the same order. So they compare settings, headers and samples of
-the weights at load, and the routing of every call.
+In a MoE layer each rank computes the (token, expert) pairs of its experts, and one ``all_gather``
+gives every rank all rows. Nothing is added up on the way, so N ranks give the bits of one process.
+Ranks must make the same collective calls in the same order. So they compare settings, headers and
+samples of the weights at load, and the routing of every call.
 """
 
 import faulthandler
@@ -168,10 +167,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """Let this rank wait for the others in the block, and end its process if it waits too long.
-
-        The limit is ``patience_s`` (default: ``PATIENCE_S``); each ``answered`` starts it anew.
-        """
+        """Let this rank wait in the block; ``patience_s`` after the last ``answered`` it ends."""
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:
@@ -188,9 +184,8 @@ class Ranks:
     ) -> tuple[mx.array, mx.array]:
         """Join all pairs' rows, ``[..., K, D]``, from the rows ``[n, D]`` that each rank computed.
 
-        ``owners`` and ``routed``, ``[..., K]``, are the rank and the expert of each pair; ``like``
-        is a row's D and type, which a rank without rows (``y`` None) cannot know. The second result
-        depends on all rows; evaluate it before ``answered``.
+        ``owners`` and ``routed``, ``[..., K]``, are the rank and the expert of each pair, ``like``
+        a row's D and type. Evaluate the second result before ``answered``.
         """
         D, dtype = like
         if y is not None and y.dtype != dtype:

@@ -58,16 +58,10 @@ def replacing_indices(
 def record(
     model: nn.Module, name: str | None = None, seed: int | None = None, prompt: str = ""
 ) -> Iterator[Trace]:
-    """Record the routing of the calls of ``model`` inside the block.
+    """Record the routing of the calls of ``model``, from ``load``, inside the block.
 
-    Args:
-        model (nn.Module): From ``moelab.load``, in any mode.
-        name (str or None): Kept with the trace. Default: the model's type.
-        seed (int or None): Kept with the trace.
-        prompt (str): Kept with the trace.
-
-    Yields:
-        Trace: Empty until the block ends, also by an exception. Calls that failed are left out.
+    The trace is empty until the block ends, also by an exception. Calls that failed are left out.
+    ``name`` (default: the model's type), ``seed`` and ``prompt`` are kept with it.
 
     Raises:
         ValueError: If the model is not from ``moelab.load``, is being recorded already, or is

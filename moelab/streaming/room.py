@@ -10,14 +10,13 @@ import mlx.core as mx
 
 from ..memory import return_free_memory, swapped_s
 from ..system import HERE, Mac
-from .handover import FEW_TOKENS
+from .facts import FEW_TOKENS
 from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
-# Seconds between two looks at the free memory; a look takes 0.2 ms. macOS gives all programs
-# together some 2 to 10 new answers in a second, and otherwise repeats an old one. After 1.1 s an
-# answer is not from before slots were given back.
+# Seconds between two looks at the free memory; a look takes 0.2 ms. macOS has 2 to 10 new answers
+# in a second: after 1.1 s an answer is not from before slots were given back.
 LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
 # Bytes that stay free. Other programs may take them between two looks, and a prompt may take a
 # little more than planned. (Without this reserve a server of 900 MB was killed.)
@@ -25,25 +24,16 @@ RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Seconds between two looks at swapping; a look takes 0.07 ms. Where swapping in takes more than
 # this share of the time, and swapping out does too, fewer slots are faster.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
-# A Mac counts the swapped pages of all programs, and slots given back there do not return. So after
-# slots were given back the watch waits this many seconds more. Then a browser that opens costs only
-# a quarter of the slots.
-SETTLE_S = 5.0
 # Slots that were given back because of swapping are tried again, an eighth at a time, after this
 # many seconds without swapping. If a try makes the system swap again, the wait doubles.
 REST_S = 60.0
-# The share of a prompt's memory that one layer takes and frees again. The four layers of notebook
-# 03 took 0.1 to 0.7.
-IN_LAYER_SHARE = 0.75
 
 
 class Room:
     """Sets how many slots are in use: fewer where memory gets short, more where it is free again.
 
-    A call of the model asks ``make`` how many tokens may be computed at once, divides its input by
-    ``parts``, and sets ``tokens`` for each part. Without a plan the slots stay as the user chose
-    them. With ``together`` other ranks compute the same calls, so calls are divided into parts of
-    ``Plan.prompt_tokens`` tokens and no further.
+    Without a plan the slots stay as the user chose them. With ``together`` other ranks compute the
+    same calls, which are divided into parts of ``Plan.prompt_tokens`` tokens and no further.
     """
 
     def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
@@ -75,10 +65,7 @@ class Room:
     def make(self, tokens: int, caches: Sequence = (), divisible: bool = True) -> int:
         """Set the slots for a call that begins; return how many tokens may be computed at once.
 
-        Slots are given back where memory got short since ``plan`` chose them. On a Linux CPU
-        (``can_empty``) slots also lend their memory to a prompt, and slots that were given back are
-        used again when there is memory for them. If there is too little even with K slots in each
-        layer, this raises ``MemoryError``.
+        If there is too little memory even with K slots in each layer, this raises ``MemoryError``.
         """
         plan, now = self._plan, perf_counter()
         if plan is None:
@@ -162,7 +149,9 @@ class Room:
             self._rest_s *= 1 + self._tried
             self._most = self._warned = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
-            self._watch_s += 0 if can_empty() else SETTLE_S
+            # A Mac counts all programs' swapped pages, and slots given back there do not return:
+            # wait more, so that a browser that opens costs only a quarter of the slots.
+            self._watch_s += 0 if can_empty() else 5.0
         elif self._most < self._plan.slots and now > self._rest_until:
             self._most, self._tried = self._most + max(1, self._most // 8), True
             self._rest_until = now + self._rest_s
@@ -189,18 +178,16 @@ class Room:
         )
 
     def look_in_prompt(self) -> None:
-        """Where ``can_empty``, give slots back if memory gets short between a prompt's layers.
-
-        If there is too little even with K slots in each layer, this raises ``MemoryError``.
-        """
+        """Where ``can_empty``, give slots back if memory gets short between a prompt's layers."""
         if self._plan is None or self.tokens <= FEW_TOKENS or not can_empty():
             return
         if (now := perf_counter()) < self._look_s:
             return
         self._look_s = now + LOOK_S
         facts = self._plan.facts
-        # What the prompt takes and frees in a layer, or for the logits after the last layer.
-        in_layer = max(IN_LAYER_SHARE * facts.token_nbytes, facts.token_logits_nbytes)
+        # What the prompt takes and frees in a layer (of all its memory, notebook 03's layers took
+        # 0.1 to 0.7), or for the logits after the last layer.
+        in_layer = max(0.75 * facts.token_nbytes, facts.token_logits_nbytes)
         nbytes = int(self.tokens * in_layer)
         self._watch(now)
         fitting = min(self._most, self._fitting(nbytes, memory_now()[0]))

@@ -17,9 +17,8 @@ from ..checkpoint import FORKED, describe, leaves
 from ..memory import keep_no_holes, return_free_memory
 from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
-from .cuda import MAILBOX_SIZE
-from .facts import ModelFacts
-from .handover import FEW_TOKENS, Handover
+from .cuda import MAILBOX_SIZE, Handover
+from .facts import FEW_TOKENS, ModelFacts
 from .plan import Plan
 from .ranks import RankError, Ranks
 from .reading import native
@@ -133,12 +132,9 @@ class Session:
             layer.probe = None
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
-        """Begin a call of the whole model, or a part of one, for token ids ``[B, T]``.
-
-        A prompt's recurrent states in ``caches`` are evaluated with each layer's routing, because a
-        lazy state keeps its layer's whole input in memory. Routing that goes through the mailbox
-        evaluates no state.
-        """
+        """Begin a call of the whole model, or a part of one, for token ids ``[B, T]``."""
+        # A prompt's recurrent states are evaluated with each layer's routing (but for routing that
+        # goes through the mailbox): a lazy state keeps its layer's whole input in memory.
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.tokens = inputs.size
         self.counting.reads_of(self.reader)
@@ -205,15 +201,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def stats(model: nn.Module, reset: bool = False) -> Stats:
-    """What the model's calls have cost since it was loaded or its counters were reset.
-
-    Args:
-        model (nn.Module): From ``moelab.load``.
-        reset (bool): Start the counters again from zero.
-
-    Returns:
-        Stats: ``prefill`` and ``decode`` counters.
-    """
+    """What the calls of a model from ``load`` have cost since then, or since the last ``reset``."""
     session = session_of(model)
     with session.lock:
         session.counting.reads_of(session.reader)

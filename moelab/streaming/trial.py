@@ -26,8 +26,7 @@ CHANGED = 0.5  # a change of that mean, as a share, after which a new trial begi
 class Trial:
     """Says for each call whether to prefetch (``on``): what takes less time stays.
 
-    Two calls in a row, one with prefetching and one without, are a pair. The next pair begins with
-    the second call's kind. Times are compared as if both calls had missed equally many experts.
+    It compares pairs of calls in a row, as if both had missed equally many experts.
     """
 
     def __init__(self, best: bool):

@@ -19,10 +19,9 @@ pytestmark = needs_kernels
 
 
 class Count(Code):
-    """Writes ``run(counts)``: adds one to the count of each piece, after some work."""
+    """Adds one to the count of each piece, after some work."""
 
-    def __init__(self):
-        super().__init__(1, 8)
+    signature = "counts"
 
     def write(self):
         counts = self.pointer(self.arguments[0], I64)
@@ -33,7 +32,7 @@ class Count(Code):
 
 @pytest.fixture(scope="module")
 def count():
-    writer = Count()
+    writer = Count(8)
     return writer.link(writer.compile())
 
 

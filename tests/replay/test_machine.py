@@ -182,4 +182,4 @@ def test_a_token_on_machines():
     machines = ranks.Machines(2, 100e6, 1e6, 1e-3, 0.05)
     parts = machines.parts(10, 1_000_000, 2, 3, 1000)
     assert parts == pytest.approx({"reads": 0.1, "arithmetic": 0.05, "exchange": 2 * 0.004})
-    assert ranks.Machines(1, 1, 1, 1, 0).exchange_s(3, 1000) == 0
+    assert ranks.Machines(1, 1, 1, 1, 0).parts(0, 0, 1, 3, 1000)["exchange"] == 0

@@ -29,7 +29,7 @@ from moelab.memory import PAGE_S
 from moelab.speculation.generate import speculative_generate_step
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
-from moelab.streaming.handover import FEW_TOKENS
+from moelab.streaming.facts import FEW_TOKENS
 from moelab.streaming.model import load_model
 from moelab.streaming.residency.bank import can_empty
 from moelab.streaming.room import RESERVE_NBYTES, REST_S, SWAPPED_SHARE, WATCH_S

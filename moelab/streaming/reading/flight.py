@@ -1,8 +1,7 @@
-"""Asynchronous reads past the page cache: the thread that begins them goes on meanwhile.
+"""Reads past the page cache that need no thread (Linux's ``io_submit``; ``io_uring`` gained none).
 
-Linux reads without a thread (``io_submit``; ``io_uring`` gained nothing over it). The bytes land in
-the memory of their slots. Bytes that cannot stay where their blocks land (``Record``) are moved to
-their place when somebody asks whether they have arrived.
+Bytes land in their slots. Those that cannot stay where their blocks land (``Record``) are moved
+when somebody asks whether they have arrived.
 """
 
 import ctypes
@@ -111,17 +110,10 @@ class Flight:
 
     queue: Queue
     ranges: Ranges
-    table: np.ndarray  # the one that ``Queue.begin`` was given
+    table: np.ndarray  # rows of the one that ``Queue.begin`` was given
     # Gets the reads' number, bytes and seconds once they ended; 0 seconds if nobody waited.
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)
-
-    def divided(self, n: int) -> "list[Flight]":
-        """Flights of n ranges each; the last one may have fewer."""
-        if len(self.table) <= n:
-            return [self]
-        rows = [slice(i, i + n) for i in range(0, len(self.table), n)]
-        return [Flight(self.queue, self.ranges[r], self.table[r], self.count) for r in rows]
 
     def cancel(self) -> bool:
         """Return False: reads in flight cannot be cancelled."""
@@ -133,10 +125,7 @@ class Flight:
         return not pending(self.table)
 
     def result(self) -> float:
-        """Wait for the reads, and read again what did not come whole.
-
-        Returns the most seconds that they can have taken.
-        """
+        """Wait, read again what did not come whole; return the most seconds it can have taken."""
         begin, waited = time.perf_counter(), False
         while pending(self.table):
             self.queue.reap(wait=time.perf_counter() - begin > SPIN_S)
@@ -165,10 +154,9 @@ class _Rows(TableCode):
 
 
 class _Send(_Rows):
-    """Writes ``run(number of io_submit, context, n, addresses of iocbs, rows)``.
+    """Begins reads and marks them as pending in one call, so that no interrupt comes between."""
 
-    The code begins reads and marks them as pending in one call, so that no interrupt comes between.
-    """
+    signature = "io_submit context n iocbs rows"
 
     def write(self):
         *arguments, rows = self.arguments
@@ -182,11 +170,9 @@ class _Send(_Rows):
 
 
 class _Land(_Rows):
-    """Writes ``run(number of io_getevents, context, events to wait for, memory for events, most)``.
+    """Takes events and moves their bytes to their place in one call, as ``_Send``."""
 
-    The code takes the events and moves their bytes to their place in one call, so that no interrupt
-    comes between.
-    """
+    signature = "io_getevents context least memory most"
 
     def write(self):
         number, context, least, memory, most = self.arguments

@@ -1,7 +1,4 @@
-"""Native code that reads many ranges in one call from Python, which releases the GIL once.
-
-It needs llvmlite; without it ``read_ranges`` loops in Python.
-"""
+"""Native code, by llvmlite, that reads many ranges in one call, which releases the GIL once."""
 
 import ctypes
 import mmap
@@ -29,8 +26,6 @@ COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
 # Linux then begins to read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 PREADV = "preadv2" if NOWAIT else "preadv"
-# For fewer bytes, another thread takes longer to begin than the copy from the page cache takes.
-SHARED_NBYTES = 2 * 1024 * 1024
 # Bytes. A read past the page cache begins and ends at multiples of ``alignment``, in the file and
 # in memory. A range whose slot has no room for whole blocks goes through a buffer of the thread, at
 # multiples of ``ALIGNED``. A range longer than the buffer goes through the page cache.
@@ -41,16 +36,16 @@ AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 
 
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
-    """Read all ranges of a table, ``[n, len(COLUMNS)]`` int64; return whether all bytes came.
+    """Read a table's ranges, also behind a failed one; return whether all bytes came.
 
-    A failed read does not stop the others. Column ``GOT`` is filled in. With ``flags`` all cores
-    read a large table, since a copy from the page cache keeps a core busy. Otherwise ``arrived``,
-    the address of a uint32, is set to 1 if all bytes came.
+    Without ``flags`` the uint32 at address ``arrived`` is set to 1 if they did.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
     arguments = address_of(table), len(table), flags, flag, arrived or flag
-    if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= SHARED_NBYTES:
+    # A copy from the page cache keeps a core busy. For fewer bytes, another thread takes longer to
+    # begin than the copy takes.
+    if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= 2 * 1024 * 1024:
         team.run(loop(), *arguments, pieces=min(code.num_threads(), len(table)))
         return bool((table[:, GOT] == table[:, NBYTES]).all())
     loop()(*arguments)
@@ -67,10 +62,7 @@ def read_direct(table: np.ndarray) -> None:
 
 @cache
 def alignment(path: str) -> int:
-    """The alignment that reads past the page cache need, in the file and in memory, in bytes.
-
-    0 where the file system has no such reads; ``ALIGNED`` where it does not say.
-    """
+    """The alignment in bytes of reads past the page cache; 0: none here; not said: ``ALIGNED``."""
     statx, found = getattr(ctypes.CDLL(None), "statx", None), bytearray(STATX_NBYTES)
     if statx is None or statx(
         AT_FDCWD,
@@ -116,7 +108,7 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
     if code.llvm is None or not all(hasattr(libc, name) for name in functions):
         return None
     try:
-        writer = kind()
+        writer = kind(8)
         return writer.link(writer.compile())  # not stored: ``stored`` hashes kernels/ only
     except (OSError, RuntimeError):
         return None
@@ -124,11 +116,6 @@ def built(kind: type["TableCode"], *functions: str) -> Callable | None:
 
 class TableCode(Code):
     """Code that reads the rows of a table of reads."""
-
-    num = 5  # how many arguments
-
-    def __init__(self):
-        super().__init__(self.num, 8)
 
     def fields(self, pointer, at, *places):
         """Load the 64-bit numbers at a pointer's indices ``at`` + ``places``."""
@@ -158,7 +145,7 @@ class TableCode(Code):
 
 
 class _Loop(TableCode):
-    """Writes ``run(table, n, flags, done, arrived)``."""
+    signature = "table n flags done arrived"
 
     def write(self):
         table, n, flags, done, arrived = self.arguments
@@ -180,9 +167,7 @@ class _Loop(TableCode):
 
 
 class _DirectLoop(TableCode):
-    """Writes ``run(table, n, buffer, bytes of the buffer)``."""
-
-    num = 4
+    signature = "table n buffer size"
 
     def write(self):
         table, n, buffer, size = self.arguments

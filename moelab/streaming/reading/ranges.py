@@ -101,9 +101,8 @@ class Ranges:
 
 
 def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
-    """Read ranges one after the other, in native code where there is some.
+    """Read ranges by native code, and again here what it has not read whole; then a failure raises.
 
-    A range that native code has not read whole is read again here; a second failure raises.
     ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """
     left = ranges.read_direct() if direct else ranges.read(arrived=arrived)

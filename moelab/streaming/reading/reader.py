@@ -22,11 +22,6 @@ INLINE_NBYTES = 512 * 1024
 # In a call of up to this many bytes, the calling thread copies what the page cache holds. With two
 # cores this beats the pool up to 16 MB at least; with more cores the pool copies faster.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
-# For fewer bytes past the page cache, another thread is not worth its start.
-SHARE_NBYTES = 512 * 1024
-# Before the system is asked to read many ranges ahead, this many are looked up in the page cache. A
-# look makes Linux read a page of a range that is not cached.
-PROBES = 8
 # Bytes of one request to read ahead: Linux reads no more than its readahead window for each.
 AHEAD_NBYTES = 128 * 1024
 
@@ -61,8 +56,7 @@ class Reader:
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds in reads, summed over the threads. Reads without a thread count from the start of
-        # the first to the end of the last, where somebody waited for the end.
+        # Seconds in reads, summed over the threads; without threads, where somebody waited.
         self.read_s = 0.0
         self.closed = False
         self._files = {}
@@ -80,10 +74,7 @@ class Reader:
         return self._files[path]
 
     def start(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
-        """Begin to read. Call ``finish`` with the result before using the memory.
-
-        The result has one entry for each ``step`` ranges (None: for all), to wait for by itself.
-        """
+        """Begin to read; return what to ``finish`` for each ``step`` ranges (None: for all)."""
         self.check_open()
         if flights := self.fly(ranges, step):
             return flights
@@ -109,7 +100,9 @@ class Reader:
         table = ranges.direct_table() if self._queue else None
         if table is None or not table[:, native.ROOM].all() or not self._queue.begin(ranges, table):
             return []
-        return Flight(self._queue, ranges, table, self._count).divided(step or len(ranges))
+        firsts = range(0, len(table), step or len(table))
+        parts = [(part, table[i : i + len(part)]) for i, part in zip(firsts, ranges.divided(step))]
+        return [Flight(self._queue, *part, self._count) for part in parts]
 
     def check_open(self) -> None:
         """Raise if the model is closed: its file descriptors may belong to other files by now."""
@@ -119,14 +112,15 @@ class Reader:
 
     def _read(self, ranges):
         """Begin to read with threads; read small or cached ranges in this thread."""
-        if self.direct:
-            return self._read_in_pool(ranges, SHARE_NBYTES)
-        ranges = self._read_cached(ranges)
-        if not self._is_small(ranges):
-            return self._read_in_pool(ranges)
-        if len(ranges):
-            self.read_here(ranges)
-        return []
+        if not self.direct:
+            ranges = self._read_cached(ranges)
+            if self._is_small(ranges):
+                if len(ranges):
+                    self.read_here(ranges)
+                return []
+        # For fewer bytes past the page cache, another thread is not worth its start.
+        parts = self._divided(ranges, least_nbytes=512 * 1024 if self.direct else 1)
+        return [self._pool.submit(self.read_here, part) for part in parts]
 
     def _read_behind(self, ranges):
         """Read in a thread once no layer waits for reads."""
@@ -152,19 +146,12 @@ class Reader:
         return left
 
     def _divided(self, ranges, least_nbytes=1):
-        """Divide ranges into parts of about equal bytes, at most one for each reader.
-
-        The number of parts is at most bytes / ``least_nbytes``, rounded up.
-        """
+        """Divide ranges into parts of about equal bytes, at most one for each reader."""
         ends = np.cumsum(ranges.table[:, native.NBYTES])
         n = min(self.readers, -(-int(ends[-1]) // least_nbytes))
         goals = ends[-1] * np.arange(1, n) / n
         at = [0, *(np.searchsorted(ends, goals) + 1).tolist(), len(ends)]
         return [ranges[a:b] for a, b in pairwise(at) if a < b]
-
-    def _read_in_pool(self, ranges, least_nbytes=1):
-        parts = self._divided(ranges, least_nbytes)
-        return [self._pool.submit(self.read_here, part) for part in parts]
 
     def _new_pools(self):
         """Make pools for reads and for background work, whose threads begin with the first task."""
@@ -172,10 +159,7 @@ class Reader:
         self._pool, self._background = (ThreadPoolExecutor(self.readers, name) for name in names)
 
     def finish(self, reads: list[Flight | Threads]) -> float:
-        """Wait until all reads have ended, and raise if one failed.
-
-        Returns the most seconds that one can have taken.
-        """
+        """Wait until all reads have ended, raise if one failed; return the most seconds of one."""
         try:
             return max([read.result() for read in reads], default=0.0)
         finally:
@@ -211,9 +195,9 @@ class Reader:
     def _read_ahead(self, ranges, stops):
         files = ranges.files
         places = ranges.table[:, [native.FD, native.OFFSET, native.NBYTES]].tolist()
-        some = places[:: max(1, len(places) // PROBES)]
+        some = places[:: max(1, len(places) // 8)]  # if these are cached, the others nearly always
         if all(files[fd].is_cached(offset) for fd, offset, _ in some):
-            return  # if these are in the page cache, the others nearly always are
+            return
         for fd, offset, nbytes in places:
             for at in range(offset, offset + nbytes, AHEAD_NBYTES):
                 if self._stops != stops:

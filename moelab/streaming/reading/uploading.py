@@ -1,8 +1,4 @@
-"""A reader for a CUDA GPU: threads read into pinned memory, from which the GPU copies (``cuda``).
-
-Some experts are read into MLX's unified memory instead: experts that are converted after they have
-arrived, and experts that prefetch threads read.
-"""
+"""A reader for a CUDA GPU: threads read into pinned memory, from which the GPU copies."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -15,15 +11,13 @@ from .flight import Flight
 from .ranges import Ranges
 from .reader import Reader, Threads
 
-LEAST_NBYTES = 256 * 1024  # bytes of the smallest piece of pinned memory
-
 
 class Staging(cuda.Pinned):
     """Pinned memory for the ranges of a call, and flags that say which parts have arrived."""
 
     def __init__(self, nbytes: int, flags: int):
         # A power of two, so that calls of about the same size can use it again.
-        self.nbytes = max(LEAST_NBYTES, 1 << (nbytes - 1).bit_length())
+        self.nbytes = max(256 * 1024, 1 << (nbytes - 1).bit_length())
         super().__init__(self.nbytes + 4 * flags)
         self.flags = self.bytes[self.nbytes :].view(np.uint32)  # 0 until the reads have ended
         self.flag = self.address + self.nbytes  # the first flag's address
@@ -38,19 +32,13 @@ class Begun(Threads):
         self.is_in_graph = False  # whether a kernel of MLX's graph makes the copies
 
     def in_graph(self) -> list[cuda.Copy] | None:
-        """The copies that one kernel makes in place of ``finish``; None if one kernel cannot.
-
-        Call ``finish`` before the result is used: ``finish`` raises if a read failed.
-        """
+        """The copies, for one kernel to make before ``finish`` checks the reads; None: too many."""
         self.is_in_graph = len(self.copies) <= cuda.MAX_COPIES and cuda.may_wait()
         return self.copies if self.is_in_graph else None
 
 
 class UploadingReader(Reader):
-    """A ``Reader`` whose threads read into pinned memory, from which the GPU copies.
-
-    Ranges whose bytes may not be copied are read as ``Reader`` reads them.
-    """
+    """A ``Reader`` whose ``start`` reads ranges that a GPU may copy into pinned memory."""
 
     copies_in_graph = True
 

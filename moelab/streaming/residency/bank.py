@@ -18,39 +18,25 @@ from ...checkpoint import GATE_UP, ExpertTensor, packing_order
 from ...experts import expert_parameters
 from ...system import HERE, Linux
 from ..fused import PADDING_NBYTES, FastFusedSwitchGLU, FusedSwitchGLU, give_room
-from ..reading.native import (
-    ALIGNED,
-    COLUMNS,
-    COUNT,
-    EXPERT,
-    HUGE_NBYTES,
-    IOV,
-    NBYTES,
-    ROOM,
-    TENSOR,
-    address_of,
-    alignment,
-)
+from ..reading import native
+from ..reading.native import ALIGNED, COLUMNS, EXPERT, HUGE_NBYTES, address_of, alignment
 from ..reading.ranges import Ranges
 
 # A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
 # Seconds for each byte. A layer asks for huge pages while the layers so far came this fast on
-# average. Reads into huge pages come at 2.4 GB/s in place of 1.7 and take a core half as long. So
-# 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128 tokens gains some 0.5 to 1 s
-# for each GB of slots. Huge pages took 0.2 to 0.5 s a GB, and 1 to 4 s where Linux had to move
-# other pages for them, or where a virtual machine's host had taken the memory back. Small pages
-# took 0.4 to 1.8 s a GB (two cores of a virtual machine).
+# average: with these 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128 tokens
+# gains some 0.5 to 1 s for each GB of slots. Huge pages took 0.2 to 0.5 s a GB, but 1 to 4 s where
+# Linux had to move other pages for them; small pages took 0.4 to 1.8 s (two cores).
 HUGE_S = 1.5e-9
 
 
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    On a Linux CPU a slot is a ``Record``, into which the disk writes past the page cache.
-    Elsewhere, or if ``Record.of`` finds no layout, each projection's parameter has its own array.
-    ``resident`` parameters stay in memory for all E experts; a slot copies its expert's row.
+    A slot is a ``Record``, or else each projection's parameter has its own array. ``resident``
+    parameters stay in memory for all E experts; a slot copies its expert's row.
     """
 
     def __init__(
@@ -102,23 +88,19 @@ class SlotBank:
         self._files = {file.fd: file for t in tensors.values() for file in t.files}
         groups = ranges(tensors)
         self._firsts = [tensors[names[0]] for names in groups]
+        self.num_ranges = len(groups)  # how many ranges of files hold an expert's bytes
         self._names = [t.name for t in self._firsts]
         self.into, self._tables, self._iovecs = _tables([[as_read[n] for n in g] for g in groups])
         self._align = ALIGNED
         if record is not None:
             first, slots = buffers[record].rows.ctypes.data, np.arange(num_slots)[:, None]
-            self._tables[..., ROOM] = first + slots * record.nbytes + record.rooms
+            self._tables[..., native.ROOM] = first + slots * record.nbytes + record.rooms
             self._align = record.align
 
     @property
     def nbytes(self) -> int:
         """The bytes of the slots that have memory: never emptied, or filled again since."""
         return (self.num_slots - len(self._empty)) * self.expert_nbytes
-
-    @property
-    def num_ranges(self) -> int:
-        """How many ranges of files hold an expert's bytes."""
-        return len(self._firsts)
 
     def reads(self, slots: dict[int, int]) -> Ranges:
         """The reads that bring experts into slots; afterwards call ``arrived`` for each expert."""
@@ -186,8 +168,7 @@ def can_empty() -> bool:
 class Record:
     """The layout of a slot into which the disk writes whole blocks, past the page cache.
 
-    In a repacked file an expert is one range; in a published file each parameter is a range. A
-    range's room in the slot holds all disk blocks that the range touches. If the range begins at
+    A range's room in the slot holds all disk blocks that the range touches. If the range begins at
     the same byte of its block for all experts, and its types may begin there, the bytes stay where
     they land. Otherwise they are moved to the first byte of the room.
     """
@@ -254,10 +235,10 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
 def _tables(groups):
     """Return each part's place, the tables ``[S, ranges, COLUMNS]`` of the reads, and their iovecs.
 
-    ``groups`` lists for each range the parts ``[S, n]`` of memory that it fills. A part's place is
-    four numbers: its first byte among an expert's ranges, laid end to end; its address in slot 0;
-    the distance from slot to slot; and its bytes.
+    ``groups`` lists for each range the parts ``[S, n]`` of memory that it fills.
     """
+    # A part's place: its first byte among an expert's ranges, laid end to end; its address in slot
+    # 0; the distance from slot to slot; and its bytes.
     into, firsts, at = [], [], 0
     for rows in groups:
         firsts.append(len(into))
@@ -272,20 +253,20 @@ def _tables(groups):
     iovecs = np.empty((len(slots), len(into), 2), np.int64)
     iovecs[..., 0], iovecs[..., 1] = places[:, 1] + slots * places[:, 2], places[:, 3]
     tables = np.zeros((len(slots), len(groups), len(COLUMNS)), np.int64)
-    tables[..., TENSOR] = np.arange(len(groups))
-    tables[..., IOV] = address_of(iovecs) + iovecs[0, 0].nbytes * (slots * len(into) + firsts)
-    tables[..., COUNT] = np.diff([*firsts, len(into)])
-    tables[..., NBYTES] = np.add.reduceat(places[:, 3], firsts)
+    tables[..., native.TENSOR] = np.arange(len(groups))
+    tables[..., native.IOV] = address_of(iovecs) + iovecs[0, 0].nbytes * (
+        slots * len(into) + firsts
+    )
+    tables[..., native.COUNT] = np.diff([*firsts, len(into)])
+    tables[..., native.NBYTES] = np.add.reduceat(places[:, 3], firsts)
     return into, tables, iovecs
 
 
 def _parts(parameters, fuse, record):
     """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
-    A record's parameters share one buffer. Each other parameter has its own buffer; with ``fuse``
-    gate and up share one. Returns three dictionaries. The first says how many elements each buffer
-    outside the record has. The second has each parameter's buffer, first element and end. The third
-    has, for each parameter of the module, its buffer, first element, shape and type.
+    Returns the elements of each buffer outside the record; each parameter's buffer, first element
+    and end; and buffer, first element, shape and type of each parameter of the module.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():

@@ -1,9 +1,7 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-This is for a machine whose host has memory for all experts and whose GPU has not. In a call of at
-most S (token, expert) pairs the kernel looks up the slots. It evicts the least recently used
-experts for the missing ones and copies these over the bus, so a token does not wait for the host.
-With another policy than ``lru``, or while routing is recorded, the host chooses slots.
+In a call of at most S (token, expert) pairs the kernel looks up the slots, evicts and copies, so a
+token does not wait for the host. While routing is recorded the host chooses slots.
 """
 
 from collections.abc import Iterator
@@ -21,9 +19,6 @@ from ..reading.uploading import Begun
 from .bank import SlotBank
 from .layer import LayerSlots
 from .table import GPU_POLICIES, SlotTable
-
-# Bytes of experts that are read at once while loading.
-READ_NBYTES = 64 * 1024 * 1024
 
 # ``state`` has the slot of each expert (S if none), the expert of each slot (E if none), the time
 # when each slot was used last, the time now, and hits and misses of prompts and of decoding. Every
@@ -147,8 +142,7 @@ class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
     Once ``slots`` was called, only the GPU knows what its slots hold; ``report`` updates the table.
-    ``after`` is the output of the layer's last call. The next call fills slots only after ``after``
-    is computed.
+    The next call fills slots only after the last call's output, ``after``, is computed.
     """
 
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
@@ -181,7 +175,7 @@ class HostExperts:
 
     def read(self, reader: Reader) -> Iterator[int]:
         """Read all experts, and yield the bytes of each step when they have arrived."""
-        E, n = self._num_experts, max(1, READ_NBYTES // self._nbytes)
+        E, n = self._num_experts, max(1, 64 * 1024 * 1024 // self._nbytes)
         for first in range(0, E, n):
             places = self._bank.places(range(first, min(first + n, E)))
             reader.read(places.moved(self._memory.address + first * self._nbytes))

@@ -40,10 +40,7 @@ class Arriving:
 
 
 class LayerSlots:
-    """Memory for S of a layer's E experts, and which of them are in it.
-
-    S is ``config.slots``, but no more than this rank's experts (``owned`` ``[E]``; None: all).
-    """
+    """Memory for S of a layer's E experts, at most this rank's (``owned [E]``; None: all)."""
 
     def __init__(
         self,
@@ -96,11 +93,6 @@ class LayerSlots:
     def computes_at_once(self) -> bool:
         """Whether the fast kernels compute each part before the next one is asked for."""
         return isinstance(self.bank.experts, kernels.FastExperts) and not self.is_copied
-
-    @property
-    def refills(self) -> bool:
-        """Whether a slot takes a later expert of a call once its present expert is computed."""
-        return self._reader.direct and self.computes_at_once
 
     @property
     def most(self) -> int:
@@ -221,11 +213,7 @@ class LayerSlots:
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect(self, needed: Collection[int]) -> None:
-        """Take over what was read ahead of a call that needs experts ``needed``.
-
-        Reads that have not begun are cancelled. Needed experts that are still on their way are
-        awaited. The table holds these already, so that they are not evicted.
-        """
+        """Take over what was read ahead of a call that needs experts ``needed``."""
         if not self.ahead:
             return
         groups, self.ahead, needed = self.ahead, [], set(needed)
@@ -240,7 +228,7 @@ class LayerSlots:
                 self.table.release(slots.values())
             elif wait or not group.is_late:
                 self.finish(group)
-            elif group.slots:
+            elif group.slots:  # the call awaits them; the table holds them, so none evicts them
                 self.table.commit(group.slots)
                 self.awaited.append(group)
             else:

@@ -10,8 +10,7 @@ import numpy as np
 
 from ...memory import memory_available, return_free_memory
 from ..counters import Counting
-from ..cuda import MAILBOX_SIZE, Copy
-from ..handover import Handover
+from ..cuda import MAILBOX_SIZE, Copy, Handover
 from ..reading.reader import Reader
 from .bank import SlotBank
 from .layer import PART_NBYTES, LayerSlots
@@ -56,12 +55,7 @@ class Pairs:
 
 
 class Residency:
-    """Brings experts into slots, and knows for each layer which experts are there.
-
-    A layer asks for a call's experts and gets them as they arrive (``bring``). The layer touches no
-    other slots. This class decides when experts are read, also ahead of a call; ``SlotTable``
-    decides which experts are evicted.
-    """
+    """Brings experts into slots, and decides when they are read, also ahead of a call."""
 
     def __init__(
         self, reader: Reader, handover: Handover, counting: Counting, top_k: int, overlap: bool
@@ -79,11 +73,10 @@ class Residency:
     def bring(
         self, i: int, pairs: Pairs, computed: Sequence[mx.array], x: mx.array
     ) -> Iterator[Arrived]:
-        """Bring a call's experts into slots, and hand them over as they arrive.
+        """Bring a call's experts into slots, and hand each over once, as they arrive.
 
-        Each expert is read at most once and handed over once. The caller computes a part, or puts
-        its lazy result into ``computed``, and then asks for the next part. From then on the slots
-        of the first part may be given to other experts.
+        Once the caller asks for the next part, the last part's slots may be given to other experts:
+        it has computed with them, or put a lazy result into ``computed``.
         """
         layer, needed = self.layers[i], pairs.needed
         layer.report()
@@ -205,7 +198,9 @@ class Residency:
 
     def _room(self, layer, order, flying):
         """Return how many of ``order`` to read next, with ``flying`` experts on their way."""
-        few = len(layer.awaited) < 2 if layer.is_copied else layer.refills or not flying
+        # If kernels compute at once, a slot takes a later expert of the call after the present one.
+        refills = self._reader.direct and layer.computes_at_once
+        few = len(layer.awaited) < 2 if layer.is_copied else refills or not flying
         held = sum(e in layer.table.slot_of for e in order)  # held experts come first
         more = held + layer.most - (0 if layer.is_copied else flying)
         return max(0, min(layer.table.num_slots - flying, more)) if few else 0
@@ -239,12 +234,9 @@ class Residency:
             self._read_ahead(other, range(other.num_experts), room)
 
     def _is_long(self, layer, pairs):
-        """Whether a call of ``pairs`` (token, expert) pairs needs most experts, so it reads ahead.
-
-        With reads past the page cache no call reads ahead: enough reads are in flight to keep the
-        disk busy. On a GPU no call does: prompts wait more for Python than for the disk, and a
-        thread that asks for ranges slows Python.
-        """
+        """Whether a call of ``pairs`` (token, expert) pairs needs most experts: it reads ahead."""
+        # Past the page cache enough reads are in flight. On a GPU prompts wait more for Python than
+        # for the disk, and a thread that asks for ranges slows Python.
         ahead = self._overlap and not self._reader.direct
         return ahead and pairs >= AHEAD_PAIRS * layer.num_owned
 
