@@ -5,8 +5,7 @@ are added key after key, and a masked key adds exactly 0 to a query that sees an
 token's result does not depend on how a text is divided into passes, if the cache holds the keys in
 order. A full rotating cache (gpt_oss, afmoe) holds them in another order, so there it does depend.
 
-The sum of n values is divided at the end, so it is inf or NaN if the values are above float32's
-largest number / n. Scores that overflow (above 3e38) give inf or NaN in other places than MLX.
+Values above float32's largest number / n, or scores above it, give inf or NaN where MLX may not.
 """
 
 from collections.abc import Callable

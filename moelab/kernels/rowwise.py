@@ -18,10 +18,9 @@ NUMBER_WORK = 16
 def rms_norm(
     x, weight, eps: float, *, add=None, gate=None, scale: float = 1.0, out=None
 ) -> np.ndarray:
-    """Divide rows by the root of their mean square, as ``mx.fast.rms_norm`` does.
+    """Divide rows ``[n, H, D]`` or ``[n, D]`` by the root of their mean square, as MLX does.
 
-    x is ``[n, H, D]`` or ``[n, D]``. ``add`` is added to x before, in place; the result is
-    multiplied with the silu of ``gate`` and with ``scale``, and goes into ``out`` if given.
+    ``add`` is added to x before, in place; ``scale`` and the silu of ``gate`` multiply the result.
     """
     D = x.shape[-1]
     out = empty(*x.shape) if out is None else out

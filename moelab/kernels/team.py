@@ -1,9 +1,8 @@
 """A team of threads that wait for work in native code, so that sharing even little work pays.
 
 Handing work to a Python thread takes 7 to 12 us, to the team 1.5 us (two cores of an AMD EPYC).
-The caller and the team's threads take one piece of a kernel's work after another; nobody waits for
-a thread that has not begun. A thread without work looks for work for ``SPIN_S``, then it sleeps.
-One caller has the team at a time; any other caller meanwhile computes alone.
+The caller and the threads take one piece of a kernel's work after another. A thread without work
+looks for some for ``SPIN_S``, then it sleeps. Other callers meanwhile compute alone.
 """
 
 import atexit

@@ -175,9 +175,8 @@ def _features(trace):
 def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     """Find the parameters with which ``synthesize`` makes traces like this one.
 
-    Each round makes a trace with a layer for each candidate, and keeps for each layer of the given
-    trace the candidate whose ``_features`` are nearest. The next round searches around that one. If
-    tokens were decoded, only these count.
+    Each round keeps for each layer the candidate whose ``_features`` are nearest, and the next one
+    searches around it. If tokens were decoded, only these count.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape

@@ -1,8 +1,7 @@
 """Compute what a token costs on a machine known by a few numbers, for plans without measurement.
 
-A decoded token goes once through the weights that it needs, so its arithmetic takes as long as the
-memory, or a CPU's cores, need to go through these weights. Each layer takes a fixed time beside
-that, and a further time if some of its experts have to be read.
+A token takes as long as the memory, or a CPU's cores, need to go through its weights. Each layer
+takes a fixed time beside that, and more if some of its experts have to be read.
 """
 
 from dataclasses import dataclass

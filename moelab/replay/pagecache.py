@@ -114,13 +114,11 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
     """Say which reads an empty page cache of ``nbytes`` serves; a unit is one expert of one layer.
 
     The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
-    only read. A new page goes to the head of the inactive list. If it is read again there, it moves
-    to the active list. The tail of the inactive list is reclaimed. While the active list is more
-    than r times as long as the inactive one, its tail moves to the inactive list: r is 1 below 1
-    GiB, sqrt(10 n) for n GiB. A reclaimed page counts the reclaims and activations since. If it is
-    read again when these are no more than the active list has pages, it goes to the active list at
-    once. Whole units come and go here; the kernel reclaims page by page. ``units`` ``[N]`` are in
-    the order of reading.
+    only read. A new page goes to the head of the inactive list, and to the active list if it is
+    read again there. The inactive list's tail is reclaimed. While the active list is more than r
+    times as long as the inactive one, its tail moves there: r is 1 below 1 GiB, sqrt(10 n) for n
+    GiB. A reclaimed page that is read again goes to the active list if the reclaims and activations
+    since are no more than that has pages. ``units`` ``[N]`` are in the order of reading.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)

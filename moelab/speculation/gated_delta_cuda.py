@@ -1,7 +1,6 @@
-"""mlx-lm's gated delta rule as one CUDA kernel that can give the state after every token.
+"""mlx-lm's gated delta rule as one CUDA kernel, which can give the state after every token.
 
-On CUDA mlx-lm loops over the tokens, with several launches for each token in every layer. Here one
-warp computes one row of the state (rule: Yang et al., arXiv 2412.06464).
+mlx-lm launches several kernels for each token. Here a warp computes a row of the state.
 """
 
 from functools import cache

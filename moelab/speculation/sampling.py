@@ -1,8 +1,7 @@
 """Chooses the target's tokens, and counts the guesses that agree with them.
 
-The target chooses every token, each position with its own random numbers. A draft chooses with the
-same numbers, so where draft and target have the same distribution they choose the same token, which
-is accepted. No probabilities are compared, so any sampler works (Daliri et al., arXiv 2408.07978).
+The target chooses every token, each position with its own random numbers, and a draft with the same
+ones: equal distributions choose the same token. So any sampler works (Daliri et al., 2408.07978).
 """
 
 from collections.abc import Callable, Iterator, Sequence

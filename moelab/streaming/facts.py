@@ -20,14 +20,12 @@ from .disk_embedding import DiskEmbedding
 from .residency.bank import slot_nbytes
 
 # The most tokens of a decoding call: a token of each text of a batch, or a token and its drafts. A
-# call of more tokens is a prompt: its large outputs and states are evaluated on the way, its last
-# logits may wait (``lazy_logits``), and slots lend memory to it.
+# call of more is a prompt, to which slots lend memory and whose states are evaluated on the way.
 FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# Arrays of the hidden size that a layer keeps for a token beside its experts' work: 16 with MLX's
-# kernels, 8 with the fast kernels. The fast kernels also keep 3 copies of the results of the
-# layer's other matrices.
+# Arrays of the hidden size that a layer keeps for a token beside its experts' work, with MLX's and
+# with the fast kernels, which also keep copies of the results of the layer's other matrices.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 

@@ -4,9 +4,8 @@ from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# In any ``WINDOW`` calls in a row, trying the slower kind may cost the time of ``COST`` calls. The
-# trial estimates the cost from its own measures, which are often too low at first: with 0.8 the
-# true cost was 0.3 to 1.1 calls (means of eight simulated regimes).
+# In any ``WINDOW`` calls in a row, trying the slower kind may cost the time of ``COST`` calls, as
+# the trial estimates it (truly 0.3 to 1.1 calls, means of eight simulated regimes).
 WINDOW, COST = 128, 0.8
 SETTLE = 2  # calls that are not compared: kernels record programs in them, or they follow a prompt
 # The most pairs of calls that are compared, and the fewest that decide, as one may be disturbed.
