@@ -1,9 +1,9 @@
 """Compare speeds that others publish, and our own, with what the planner predicts.
 
     python data/recipes/published.py
-    python data/recipes/published.py pairs    settings of one machine, and the one planned
-    python data/recipes/published.py macs     plans for Macs, which the README shows
-    python data/recipes/published.py own      ours, planned with costs of the same machine
+    python data/recipes/published.py settings    those of one machine, and the one planned
+    python data/recipes/published.py macs        plans for Macs, which the README shows
+    python data/recipes/published.py own         ours, planned with costs of the same machine
 
 Nothing is measured: the tables are computed and printed.
 
@@ -21,7 +21,7 @@ the authors. If a field is empty, the source does not state it.
 import hashlib
 import re
 import sys
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -31,7 +31,6 @@ from moelab.lab import records
 from moelab.lab.experiments import page_cache
 from moelab.lab.experiments.plan import forecast
 from moelab.lab.models import named
-from moelab.memory import Most
 from moelab.replay.machine import CHIPS, Machine, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
@@ -127,26 +126,11 @@ def why_not(row):
 
 
 def by_source(table):
-    """Say how far off each source's predictions are, also if its engine's speed were known."""
-    ratio = table.predicted_tok_s / table.tok_s
-    found = table.assign(ratio=ratio, factor=factor(ratio, 1)).groupby("group")
-    return pd.DataFrame(
-        {
-            "side": found.side.first(),
-            "n": found.size(),
-            "factor": found.factor.median(),
-            "worst": found.factor.max(),
-            "engine_known": found.ratio.apply(_corrected),
-        }
-    ).sort_values(["side", "factor"])
-
-
-def _corrected(ratio):
-    """Return the median factor of the rows, each ratio divided by the other rows' median ratio."""
-    others = [np.delete(ratio.to_numpy(), i) for i in range(len(ratio))]
-    if len(others) < 2:
-        return float("nan")
-    return float(np.median(factor(ratio, [np.exp(np.median(np.log(r))) for r in others])))
+    """Say how far off each source's predictions are."""
+    off = factor(table.predicted_tok_s, table.tok_s)
+    found = table.assign(factor=off).groupby("group")
+    sources = {"side": found.side.first(), "n": found.size(), "factor": found.factor.median()}
+    return pd.DataFrame(sources | {"worst": found.factor.max()}).sort_values(["side", "factor"])
 
 
 def factor(a, b):
@@ -154,14 +138,11 @@ def factor(a, b):
     return np.exp(abs(np.log(a / b)))
 
 
-def reached(sources, column="factor"):
+def reached(sources):
     """Compute what ``GOALS`` ask for from the sources that the fit left out."""
-    off = sources[sources.side == "left out"][column]
-    return {
-        "median": float(off.median()),
-        "four of five": float(off.quantile(0.8)),
-        "worst": float(off.max()),
-    }
+    off = sources[sources.side == "left out"].factor
+    found = off.median(), off.quantile(0.8), off.max()
+    return dict(zip(GOALS, map(float, found)))
 
 
 def machine_of(row):
@@ -236,11 +217,10 @@ SAME += ["prompt_tokens", "context"]
 
 
 def settings(groups=None):
-    """Tabulate settings that one source measured with the same machine, model and method.
+    """Tabulate settings that one source measured on the same Mac, with the same model and method.
 
     ``groups`` are those of the sources (None: all). ``best_over`` is the fastest setting's speed
-    over this one's. ``planned`` marks the setting nearest to the plan's slots, ``planned_before``
-    the one nearest to a plan that fills half of a Mac. A plan that does not fit marks no setting.
+    over this one's. ``planned`` marks the setting nearest to the plan's slots, if a plan fits.
     """
     table = rows()
     known = table.machine.str.split(" (", regex=False).str[0].isin(CHIPS)
@@ -249,53 +229,28 @@ def settings(groups=None):
     table = table[known]
     table = table.assign(holds=[_held(row, plan_of(row)) for _, row in table.iterrows()])
     found = []
-    for number, (_, part) in enumerate(table.groupby(SAME, dropna=False, sort=False)):
+    for _, part in table.groupby(SAME, dropna=False, sort=False):
         each = part.drop_duplicates("holds").set_index("holds", drop=False)
         each = each.assign(tok_s=part.groupby("holds").tok_s.median()).sort_index()
-        row = each.iloc[0]
-        slots = {
-            "planned": slots_of(row, machine_of(row).most),
-            "planned_before": slots_of(row, half(row.ram_gb)),
-        }
-        near = {name: abs(each.holds - n).idxmin() if n else 0 for name, n in slots.items()}
+        planned = _nearest(each.holds, each.iloc[0])
         for holds, one in each.iterrows() if len(each) > 1 else ():
             has_rate = one.ssd_gb_s == one.ssd_gb_s
             found.append(
                 {name: one[name] for name in SAME}
-                | {"set": number, "slots": holds, "of": plan_of(one).num_experts}
-                | {name: holds == n for name, n in near.items()}
+                | {"slots": holds, "of": plan_of(one).num_experts, "planned": holds == planned}
                 | {"published_tok_s": one.tok_s, "best_over": each.tok_s.max() / one.tok_s}
                 | {"predicted_tok_s": predict(one).tok_s if has_rate else float("nan")}
             )
     return pd.DataFrame(found)
 
 
-def half(ram_gb):
-    """Return half of a Mac's memory, which plans filled before they weighed the risk to swap."""
-    return Most(*3 * (ram_gb * 1e9 / 2,))
-
-
-def slots_of(row, most):
-    """Return the slots of a plan for a row's model; 0 if the model does not fit."""
+def _nearest(holds, row):
+    """Return the number of held experts nearest to a plan's for a row; None if no plan fits."""
     try:
-        return named(MODELS[row.model], most, int(row.bits[0])).slots
+        plan = named(MODELS[row.model], machine_of(row).most, int(row.bits[0]))
     except ValueError:
-        return 0
-
-
-def by_group(table):
-    """Count the pairs of ``settings`` that are ordered rightly, and the plan's cost in speed."""
-    found = []
-    for (source, side, *_), part in table.groupby(["group", "side", "set"], sort=False):
-        right = [
-            (a.published_tok_s > b.published_tok_s) == (a.predicted_tok_s > b.predicted_tok_s)
-            for b, a in combinations(part.dropna(subset="predicted_tok_s").itertuples(), 2)
-        ]
-        cost = {n: part.best_over[part[n]].max() for n in ("planned", "planned_before")}
-        what = ", ".join(str(part[n].iloc[0]) for n in ("machine", "ram_gb", "model", "method"))
-        row = {"group": source, "side": side, "what": what, "settings": len(part)}
-        found.append(row | {"pairs": len(right), "right": sum(right)} | cost)
-    return pd.DataFrame(found)
+        return None
+    return abs(holds - plan.slots).idxmin()
 
 
 # Macs (GB, chip, GB/s of the SSD) and models of the table ``macs``.
@@ -315,20 +270,10 @@ def macs():
     return pd.DataFrame(found)
 
 
-def pairs():
-    """Say what ``by_group`` finds in ``settings``."""
-    found = by_group(settings())
-    costs = found.melt("side", ["planned", "planned_before"], "plan", "best over planned")
-    costs = costs.groupby(["side", "plan"])["best over planned"].agg(["count", "median", "max"])
-    right = found.groupby("side")[["pairs", "right"]].sum()
-    return "\n\n".join(t.round(2).to_string() for t in (found, costs, right))
-
-
 def speeds():
     """Say how far off the predictions are."""
     sources = by_source(predicted(counted()))
-    text = f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
-    return f"{text}\nwith the engine known: {reached(sources, 'engine_known')}"
+    return f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
 
 
 # Our own speeds: where, the record of costs, the record of speeds, the number of layers.
@@ -358,7 +303,7 @@ def own():
 
 
 def main(what="speeds"):
-    found = {"speeds": speeds, "pairs": pairs, "macs": macs, "own": own}[what]()
+    found = {"speeds": speeds, "settings": settings, "macs": macs, "own": own}[what]()
     print(found if isinstance(found, str) else found.round(2).to_string())
 
 
