@@ -45,8 +45,9 @@ def against(name, memories, column="tok_s"):
 
 
 def table(head, *rows):
-    """Write rows of cells in Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    """Write rows of cells in Markdown; a bar in a cell would end the cell."""
+    rows = (head, ["---"] * len(head), *rows)
+    return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
 
 
 def planned():

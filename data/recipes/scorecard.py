@@ -1,7 +1,10 @@
 """Make ``docs/scorecard.md`` (``make numbers``): each claim, with its verdict from the records."""
 
 import re
+from collections import Counter
 from pathlib import Path
+
+from readme import table
 
 from moelab.lab import claims
 from moelab.lab.claims import linked
@@ -38,12 +41,6 @@ here; each regime says so. A verdict holds for these regimes, not for all machin
 """
 
 
-def table(heads, rows):
-    """Write a table in Markdown."""
-    rows = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
-
-
 def notebooks(numbers):
     """Write links to notebooks given by their numbers: ``02, 05``."""
     files = {path.name[:2]: path.name for path in (ROOT / "notebooks").glob("*.ipynb")}
@@ -52,23 +49,21 @@ def notebooks(numbers):
 
 def page():
     """Write the page's text."""
-    card, regimes = claims.scorecard(), claims.regimes()
-    counts = card.verdict.value_counts().reindex(claims.VERDICTS).dropna().astype(int)
-    verdicts = [
-        (f"[{i}](#{i.lower()})", c.claim, f"*{c.verdict}*", linked(c.source), notebooks(c.notebook))
-        for i, c in card.iterrows()
-    ]
-    parts = [
-        ABOUT,
-        f"Of {len(card)} claims: " + ", ".join(f"{n} *{v}*" for v, n in counts.items()) + ".",
-        table(("", "claim", "verdict", "source", "notebook"), verdicts),
-        "## The numbers",
-    ]
-    for i, claim in card.iterrows():
-        parts.append(f"### {i}\n\n{claim.claim.rstrip('.')}: *{claim.verdict}*. {claim.because}")
-        if i in regimes.index:
-            parts.append(table(regimes.columns, regimes.loc[[i]].itertuples(index=False)))
-    return "\n\n".join([*parts, LIMITS])
+    judged = claims.judge(*claims.read())
+    counts = Counter(j.verdict for j in judged)
+    counts = ", ".join(f"{counts[v]} *{v}*" for v in claims.VERDICTS if v in counts)
+    verdicts, parts = [], []
+    for j in judged:
+        c, verdict = j.claim, f"*{j.verdict}*"
+        source, shown = linked(c["source"]), notebooks(c["notebook"])
+        verdicts.append((f"[{c['id']}](#{c['id'].lower()})", c["claim"], verdict, source, shown))
+        parts.append(f"### {c['id']}\n\n{c['claim'].rstrip('.')}: {verdict}. {j.because}")
+        if j.figures:
+            measured = ((f.regime, f.measured, f.gate, f.says) for f in j.figures)
+            parts.append(table(("regime", "measured", "gate", "says"), *measured))
+    verdicts = table(("", "claim", "verdict", "source", "notebook"), *verdicts)
+    about = ABOUT, f"Of {len(judged)} claims: {counts}.", verdicts, "## The numbers"
+    return "\n\n".join([*about, *parts, LIMITS])
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and
 ``figures``. ``why`` has a sentence for a verdict; ``cannot`` says why only other hardware decides,
-whatever the figures are. Figures have, for each regime by name, an expression over
-``records.NAMES`` and a gate, ``least`` or ``most``, to be fixed before the run. The expression
-gives samples, whose median gets the interval of ``records.interval``, or one count.
+whatever the figures are. Figures have, for each regime by name, an expression over ``NAMES`` and a
+gate, ``least`` or ``most``, to be fixed before the run. The expression gives samples, whose median
+gets the interval of ``records.interval``, or one count.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
 Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
@@ -18,17 +18,16 @@ it. If regimes do both, it depends; if they do neither, it is open.
 import functools
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pandas import DataFrame
 
 from ..shipped import shipped
 from . import charts, records
 
 VERDICTS = "confirmed", "refuted", "depends", "open", "not testable here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
+NAMES = {"group": records.group, "of": records.values, "ratio": records.paired}  # and ``read``
 # A source's address by words in its name; the first words that are found count.
 SOURCES = {
     "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
@@ -96,14 +95,14 @@ class Judged:
         return f"{verdict.capitalize()}{of}: {mine[0]}."
 
 
-def read(path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Read the claims of a file (None: ``data/claims.json``), in order."""
-    return json.loads(Path(path or shipped("claims.json")).read_text(encoding="utf-8"))
+def read() -> list[dict[str, Any]]:
+    """Read the claims of ``data/claims.json``, in order."""
+    return json.loads(shipped("claims.json").read_text(encoding="utf-8"))
 
 
 def judge(*claims: dict[str, Any]) -> list[Judged]:
     """Judge claims by figures that are computed from the records; each record is read once."""
-    names = records.NAMES | {"read": functools.cache(_read)}
+    names = NAMES | {"read": functools.cache(_read)}
     return [
         Judged(c, [_figure(c, names, *item) for item in c.get("figures", {}).items()])
         for c in claims
@@ -145,35 +144,6 @@ def _says(sign, gate, within, ends):
     return OPEN
 
 
-def scorecard(*ids: str) -> DataFrame:
-    """Tabulate claims with their verdicts: those of ``ids``, or all."""
-    rows = [
-        {"id": j.claim["id"], "claim": j.claim["claim"], "verdict": j.verdict, "because": j.because}
-        | {key: j.claim[key] for key in ("source", "notebook")}
-        for j in judge(*_named(ids))
-    ]
-    return DataFrame(rows).set_index("id")
-
-
-def regimes(*ids: str) -> DataFrame:
-    """Tabulate the measured figures of claims, a row for each regime."""
-    rows = [
-        {"id": j.claim["id"], "regime": f.regime, "measured": f.measured, "gate": f.gate}
-        | {"says": f.says}
-        for j in judge(*_named(ids))
-        for f in j.figures
-    ]
-    return DataFrame(rows).set_index("id")
-
-
-def _named(ids):
-    """Return the claims of these ids, or all claims."""
-    there = {claim["id"]: claim for claim in read()}
-    if wrong := [i for i in ids if i not in there]:
-        raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
-    return [there[i] for i in ids or there]
-
-
 def _missing(error):
     """Say in a few words what the records lack."""
     if isinstance(error, KeyError):
@@ -190,10 +160,14 @@ def _read(name):
 
 
 def show(*ids: str) -> None:
-    """List some claims with their verdicts, why, and links to their sources."""
+    """List the claims of these ids with their verdicts, why, and links to their sources."""
+    there = {claim["id"]: claim for claim in read()}
+    if wrong := [i for i in ids if i not in there]:
+        raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
     told = (
-        f"- **{i}, {c.verdict}**: {c.claim.rstrip('.')}. {c.because} *Source:* {linked(c.source)}"
-        for i, c in scorecard(*ids).iterrows()
+        f"- **{j.claim['id']}, {j.verdict}**: {j.claim['claim'].rstrip('.')}. {j.because} "
+        f"*Source:* {linked(j.claim['source'])}"
+        for j in judge(*(there[i] for i in ids))
     )
     charts.say("\n".join(told))
 

@@ -292,11 +292,6 @@ def _row(run, i):
     return {"seconds": made if isinstance(made, float) else time.perf_counter() - begin}
 
 
-def timed(call: Callable[[], Any], **columns: Any) -> Callable[[int], dict[str, Any]]:
-    """Make a variant for ``interleave`` that times ``call``; ``columns`` describe the call."""
-    return lambda i: _row(lambda _: call(), i) | columns
-
-
 class Running:
     """The header of a run in progress: its command, commit, machine, settings and load."""
 
@@ -432,6 +427,3 @@ def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = No
 def _plain(value):
     """Convert a value that ``json`` cannot write by itself."""
     return value.item() if isinstance(value, (np.integer, np.floating)) else str(value)
-
-
-NAMES = {"read": read, "group": group, "of": values, "ratio": paired}  # for claims' expressions
