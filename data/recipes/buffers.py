@@ -11,7 +11,6 @@ CUPTI counts the kernels, through ``torch.profiler``.
 import os
 import re
 import sys
-import time
 import unittest.mock
 from collections import Counter
 from contextlib import nullcontext
@@ -20,12 +19,11 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import generation_stream
 from mlx_lm.models import qwen3, qwen3_moe
-from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.lab import limit, records
+from moelab.lab.decode import decode
 from moelab.lab.experiments.dispatch import default_dtype, hooked_experts, operations_of_layers
 
 AHEAD, ROUTING_READ = "next token scheduled ahead", "every layer's routing read"
@@ -80,18 +78,9 @@ def loop(model, tokens, hook=None):
 
     ``hook(call, x, indices)`` is called in place of each layer's experts.
     """
-    cache, hooks = make_prompt_cache(model), hooked_experts(model, hook) if hook else nullcontext()
-    with mx.stream(generation_stream), hooks:
-        y = mx.argmax(model(mx.array([[1, 2, 3, 4]]), cache=cache)[:, -1], axis=-1)
-        mx.eval(y)
-        begin = time.perf_counter()
-        for _ in range(tokens):
-            following = mx.argmax(model(y[None], cache=cache)[:, -1], axis=-1)
-            mx.async_eval(following)
-            y.item()
-            y = following
-        y.item()
-        return {"decode_tokens": tokens, "decode_s": time.perf_counter() - begin}
+    with hooked_experts(model, hook) if hook else nullcontext():
+        found = decode(model, [1, 2, 3, 4], tokens)
+    return {"decode_tokens": found.decode_tokens, "decode_s": found.decode_s}
 
 
 def here(tokens=48, rounds=10):

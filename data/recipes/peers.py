@@ -92,12 +92,6 @@ def built():
     return [name for name in NAMES if is_built(name)]
 
 
-def versions():
-    """Return the versions of all peers."""
-    pinned = [packages[0].split("==") for packages in PACKAGES.values()]
-    return dict(pinned) | {MLX_LM: card()[MLX_LM]}
-
-
 def way(text):
     """Parse a peer's name and the options of ``opened`` after it, a slash before each."""
     peer, *settings = text.split("/")
@@ -236,11 +230,10 @@ def against(
     repacked="",
     ways=NAMES,
 ):
-    """Read the same text with each peer under each limit; a row is a run.
+    """Read the same text with each peer under each limit (bytes or None); a row is a run.
 
-    ``text`` is a trace's file, or lengths of prompts. A limit is the bytes of a run's process, page
-    cache included, or None. ``seconds`` of warm-up or of timed tokens end them early; 0: they do
-    not.
+    ``text`` is a trace's file, or lengths of prompts. The other arguments are the words of the
+    command line.
     """
     path, ways = folder(path), (*ways, REPACKED) if repacked else ways
     if isinstance(text, str | Path):
@@ -275,11 +268,13 @@ def against(
         for memory in [f"{nbytes / 1e6:.0f} MB" if nbytes else "no limit"]
     }
     settings = {"model": path.name, "tokens": tokens, "warmup_tokens": warmup, "most_s": seconds}
-    settings |= {"feed": feed, "cache_state": "cold", "versions": versions()}
+    pinned = dict(packages[0].split("==") for packages in PACKAGES.values())
+    settings |= {"versions": pinned | {MLX_LM: card()[MLX_LM]}}
+    settings |= {"feed": feed, "cache_state": "cold"}
     return records.interleave("against", variants, runs, settings, 0)
 
 
-def files(path, names=tuple(PACKAGES)):
+def files(path, names):
     """Return each peer's files of a checkpoint; write them under ``build/peers`` if missing."""
     if missing := [name for name in names if not is_built(name)]:
         raise OSError(f"{', '.join(missing)}: not under build/peers. Run make peers first.")

@@ -87,24 +87,11 @@ def _fio(fio, file, pieces, depth, nbytes, seed):
     split[max(split)] += 100 - sum(split.values())
     # Each thread has its own part of the file, so that no thread reads another's blocks again.
     part = file.stat().st_size // depth // max(sizes) * max(sizes)
-    options = {
-        "filename": file.resolve(),
-        "rw": "randread",
-        "ioengine": "psync",
-        "numjobs": depth,
-        "direct": 1,
-        "invalidate": 1,
-        "output-format": "json",
-        "size": part,
-        "offset_increment": part,
-        "io_size": nbytes // depth,
-        "randseed": seed,
-        "randrepeat": 0,
-        "bssplit": ":".join(f"{s}/{p}" for s, p in split.items()),
-        "fadvise_hint": 1,
-    }
-    command = [fio, "--name=moelab", "--readonly", "--thread", "--group_reporting"]
-    command += [f"--{name}={value}" for name, value in options.items()]
+    words = f"""--name=moelab --readonly --thread --group_reporting --output-format=json
+        --rw=randread --ioengine=psync --numjobs={depth} --direct=1 --invalidate=1 --fadvise_hint=1
+        --size={part} --offset_increment={part} --io_size={nbytes // depth} --randseed={seed}
+        --randrepeat=0 --bssplit={":".join(f"{s}/{p}" for s, p in split.items())}"""
+    command = [fio, f"--filename={file.resolve()}", *words.split()]
     if len(split) > 1:
         # With one size fio can read every block once, as we do. With several sizes it may read a
         # block again.
