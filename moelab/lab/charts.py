@@ -42,7 +42,6 @@ def bars(
     note: str = "",
     log: bool = False,
     ceilings: Mapping[str, float] = {},
-    digits: int = 3,
 ) -> go.Figure:
     """Draw a horizontal bar for each group of samples: its median, with quartiles as whiskers.
 
@@ -57,7 +56,7 @@ def bars(
     words = []
     for (label, variants), place in zip(grouped.items(), places):
         low, mid, high = _quartiles(variants)
-        numbers, labels = [_number(m, digits) for m in mid], [_label(n) for n in variants]
+        numbers, labels = [_number(m) for m in mid], [_label(n) for n in variants]
         fig.add_bar(
             x=mid,
             y=labels,
@@ -72,8 +71,8 @@ def bars(
             fig.update_xaxes(range=[0, top * 1.3], **place)
         for text, value in ceilings.items():
             lower = value < max(ceilings.values()) or (value > 0.6 * top and not log)
-            side = "left" if lower else "right"
-            style.ceiling(fig, value, text, axis="x", side=side, log=log, **place)
+            at = "top left" if lower else "top right"
+            style.ceiling(fig, value, text, at, axis="x", log=log, **place)
         words.append(_told(label, (f"{n} {m}" for n, m in zip(variants, numbers))))
     if log:
         drawn = np.log10(np.concatenate([bar.x for bar in fig.select_traces({"type": "bar"})]))
@@ -150,7 +149,8 @@ def lines(
     starts = [np.median(next(iter(points.values()))) for points in series.values()]
     for label, value in ceilings.items():
         room = 0.1 * max(top)  # room for a label above the line
-        style.ceiling(fig, value, label, below=any(0 <= y0 - value < room for y0 in starts))
+        is_above = any(0 <= y0 - value < room for y0 in starts)
+        style.ceiling(fig, value, label, "bottom left" if is_above else "top left")
         words.append(f"Line, {label}: {value:.3g}.")
     if log_x:
         values = sorted({v for points in series.values() for v in points})
@@ -181,25 +181,20 @@ def timeline(spans: DataFrame, *, title: str, axis: str, finding: str) -> go.Fig
 
 def table(frame: DataFrame, form: str = "{:.3g}") -> None:
     """Show a table, with its index as the first column; ``form`` is the format of fractions."""
+
+    def written(cell):
+        return form.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
+
     plain = frame.to_string() if len(frame) else "nothing"
-    display({"text/html": as_html(frame, form), "text/plain": plain}, raw=True)
+    frame = frame.rename_axis([name or "" for name in frame.index.names]).reset_index()
+    made = frame.to_html(index=False, border=0, formatters=dict.fromkeys(frame, written))
+    made = re.sub("<(t[dh])>", r"<\1 style='text-align:left'>", made)
+    display({"text/html": made, "text/plain": plain}, raw=True)
 
 
 def say(text: str) -> None:
     """Show a sentence of Markdown that a cell made of its numbers."""
     display({"text/markdown": text, "text/plain": text}, raw=True)
-
-
-def as_html(frame: DataFrame, form: str = "{:.3g}") -> str:
-    """Write a table as escaped HTML, with the arguments of ``table``."""
-
-    def written(cell):
-        return form.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
-
-    frame = frame.rename_axis([name or "" for name in frame.index.names]).reset_index()
-    forms = dict.fromkeys(frame, written)
-    made = frame.to_html(index=False, border=0, formatters=forms)
-    return re.sub("<(t[dh])>", r"<\1 style='text-align:left'>", made)
 
 
 # Numbers and words of a table
@@ -278,9 +273,9 @@ def _label(name):
     return "<br>".join(style.wrap(str(name), LABEL_CHARACTERS)) + " "
 
 
-def _number(value, digits=3):
-    """Write a number with ``digits`` significant digits, never as a power of ten."""
-    return f"{value:.0f}" if value >= 10**digits else f"{value:#.{digits}g}".rstrip(".")
+def _number(value):
+    """Write a number with three significant digits, never as a power of ten."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
 
 
 def _numbers(fig, ends, labels, texts, place):

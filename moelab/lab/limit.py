@@ -9,7 +9,6 @@ free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
 """
 
 import ctypes
-import errno
 import json
 import os
 import pkgutil
@@ -130,20 +129,6 @@ def call(function: Callable, *args, what: str, nbytes: int | None = None) -> tup
     return json.loads(done.stdout.splitlines()[-1]), done
 
 
-def lower(nbytes: int) -> None:
-    """Change the memory limit of this process, which ``call`` started with a limit.
-
-    The kernel kills the process if it cannot take back the memory over the limit. Version 1 of
-    cgroups refuses such a limit instead, so the process then kills itself.
-    """
-    try:
-        Prepared((), *_own_cgroup()[1:]).move(nbytes)
-    except OSError as error:
-        if error.errno != errno.EBUSY:
-            raise
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def main(function: str, arguments: str) -> None:
     """Run a function ``module:name`` for ``call`` and print its result as JSON."""
     try:
@@ -155,7 +140,7 @@ def main(function: str, arguments: str) -> None:
 def _cgroup(nbytes):
     """Make a cgroup with a limit, in the nearest group that a process may join from here."""
     try:
-        top, own, how = _own_cgroup()
+        top, own, how = own_cgroup()
     except OSError:
         raise OSError("this system has no cgroups") from None
     # In version 2 a group with processes cannot limit its children: take the nearest one above it.
@@ -178,7 +163,7 @@ def _cgroup(nbytes):
     raise OSError(whys[0] if whys else "no group above this process hands on the memory controller")
 
 
-def _own_cgroup():
+def own_cgroup() -> tuple[Path, Path, str]:
     """Return the root of memory's cgroups, this process's own cgroup, and their version."""
     groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
     how, name, top = (V1, "memory", CGROUPS / "memory") if "memory" in groups else (V2, "", CGROUPS)

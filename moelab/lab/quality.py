@@ -19,14 +19,6 @@ class Windows:
     counts: np.ndarray  # ``[N]`` how many ids of each row are predicted; the rest is padding
     nbytes: np.ndarray  # ``[N]`` bytes of the text of these ids
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, rows) -> "Windows":
-        """Select windows by a slice or an array of row numbers, padded to the longest of them."""
-        counts = self.counts[rows]
-        return Windows(self.ids[rows][:, : counts.max(initial=0) + 1], counts, self.nbytes[rows])
-
 
 def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Windows:
     """Cut texts into windows of ``length`` ids; keep ``count`` of them, spread evenly."""
@@ -41,21 +33,19 @@ def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Wi
             rows.append(row + [start] * (length + 1 - len(row)))
             counts.append(len(row) - 1)
             nbytes.append(len(text[ends[i] : ends[i + len(row) - 1]].encode()))
-    cut = Windows(np.array(rows), np.array(counts), np.array(nbytes))
-    if count is None or count >= len(cut):
-        return cut
-    keep = np.linspace(0, len(cut) - 1, count).round().astype(int)
-    return Windows(cut.ids[keep], cut.counts[keep], cut.nbytes[keep])
+    num = min(count or len(rows), len(rows))
+    keep = np.linspace(0, len(rows) - 1, num).round().astype(int)
+    return Windows(*(np.array(part)[keep] for part in (rows, counts, nbytes)))
 
 
 def score(model, some: Windows, batch: int = 4) -> np.ndarray:
     """Return the bits ``[N]`` that a model needs for every window, ``batch`` windows in a call."""
     bits = []
-    for i in range(0, len(some), batch):
-        part = some[i : i + batch]
-        ids, counts = mx.array(part.ids), mx.array(part.counts)
+    for i in range(0, len(some.ids), batch):
+        counts = some.counts[i : i + batch]
+        ids = mx.array(some.ids[i : i + batch, : counts.max() + 1])
         logits = model(ids[:, :-1]).astype(mx.float32)
         nats = nn.losses.cross_entropy(logits, ids[:, 1:], reduction="none")
-        kept = mx.arange(nats.shape[1]) < counts[:, None]
+        kept = mx.arange(nats.shape[1]) < mx.array(counts)[:, None]
         bits += ((nats * kept).sum(1) / np.log(2)).tolist()
     return np.array(bits)

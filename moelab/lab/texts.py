@@ -56,13 +56,11 @@ def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[
     """Encode prompts of tiny-moe's held-out code, one a round; the lengths take turns."""
     from mlx_lm.utils import load_tokenizer
 
-    tokenizer = load_tokenizer(Path(model))
-    return [
-        tokenizer.encode(text)[:length]
-        for i in range(-(-rounds // len(lengths)))
-        for length in lengths
-        for text in heldout_starts(shipped("models", "tiny-moe"), i + 1, length, tokenizer)[-1:]
-    ]
+    tokenizer, tiny = load_tokenizer(Path(model)), shipped("models", "tiny-moe")
+    most = -(-rounds // len(lengths))
+    starts = [heldout_starts(tiny, most, length, tokenizer) for length in lengths]
+    turns = (zip(lengths, texts) for texts in zip(*starts))
+    return [tokenizer.encode(text)[:length] for turn in turns for length, text in turn]
 
 
 def prose_spans(text: str) -> list[tuple[int, int]]:

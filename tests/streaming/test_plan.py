@@ -514,7 +514,8 @@ ids = tokenizer.encode(open(sys.argv[2]).read())
 def text(n):
     return [r.token for r in mlx_lm.stream_generate(model, tokenizer, ids[:n], max_tokens=24)]
 text(20)
-limit.lower(int(sys.argv[3]) - memory_in_cgroups() + 29_000_000)
+own = limit.Prepared((), *limit.own_cgroup()[1:])
+own.move(int(sys.argv[3]) - memory_in_cgroups() + 29_000_000)
 print(*text(700))
 """
 

@@ -157,27 +157,17 @@ def figure(
 
 
 def ceiling(
-    fig: go.Figure,
-    value: float,
-    label: str,
-    axis: str = "y",
-    side: str = "right",
-    log: bool = False,
-    below: bool = False,
-    **where,
+    fig: go.Figure, value: float, label: str, at: str, axis: str = "y", log: bool = False, **where
 ) -> None:
-    """Draw a limit (of the SSD's rate, of memory) on axis ``x`` or ``y`` as a labelled line."""
-    line = {
+    """Draw a limit (of the SSD's rate, of memory) on axis ``x`` or ``y`` as a line, labelled ``at``
+    one of its ends."""
+    look = {
         "line": {"color": GREY, "dash": "dash", "width": 1.5},
         "annotation_text": label,
         "annotation_font": {"size": 12, "color": GREY},
+        "annotation_position": at,
     }
-    if axis == "y":
-        fig.add_hline(
-            value, annotation_position=f"{'bottom' if below else 'top'} left", **line, **where
-        )
-    else:
-        fig.add_vline(value, annotation_position=f"top {side}", **line, **where)
+    (fig.add_hline if axis == "y" else fig.add_vline)(value, **look, **where)
     if log:  # plotly takes an annotation's place as a logarithm, a shape's place as the value
         fig.layout.annotations[-1][axis] = math.log10(value)
 
