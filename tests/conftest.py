@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import families
+import mlx.core as mx
 import psutil
 import pytest
 from common import small
@@ -20,6 +22,7 @@ from moelab import DATA, StreamConfig, synthesize
 from moelab.__main__ import main
 from moelab.kernels import modules
 from moelab.lab import limit
+from moelab.streaming import build
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
 from moelab.streaming.residency import layer
@@ -68,9 +71,15 @@ SLOW = {
 
 
 def pytest_configure(config):
-    """Heed Ctrl-C, which Python in the background, and so the programs under test, would ignore."""
+    """Heed Ctrl-C, which Python in the background, and so the programs under test, would ignore.
+
+    On a GPU compute with the precision of a CPU.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests compare with float32. A GPU would compute in the checkpoint's type, or in 19 bits.
+    build.auto_dtype = lambda: mx.float32
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m "not slow" deselects

@@ -169,7 +169,8 @@ class StreamConfig:
         "It matters with the fast kernels: logits that waited are computed by MLX's slow kernels "
         "and differ by rounding. A call of more than Plan.prompt_tokens tokens is divided, and the "
         "logits of all parts but the last always wait. For the resident model's bits at every "
-        "position, call the model with at most so many tokens at once.",
+        "position, call the model with at most so many tokens at once (on a CPU: MLX's kernels for "
+        "GPUs round calls of other lengths differently).",
         command=False,
     )
 

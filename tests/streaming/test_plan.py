@@ -6,6 +6,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from unittest.mock import Mock
 
@@ -247,7 +248,11 @@ def lengths_of(session):
 
 
 def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
-    """Same logits and counters as in one call, and the same bits behind it; a batch, too."""
+    """Same logits and counters as in one call, and the same bits behind it; a batch, too.
+
+    On a GPU the same but for rounding: MLX's kernels depend there on a call's length.
+    """
+    equal = mx.array_equal if mx.default_device() == mx.cpu else partial(mx.allclose, atol=1e-4)
     prompt = mx.array([LONG[:150]])
     with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
         cache = make_prompt_cache(model)
@@ -263,11 +268,11 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         assert lengths == [37, 37, 38, 38, 9]
         # The logits of all parts but the last are MLX's, computed when somebody wants them.
         assert mx.allclose(got[0], want[0], atol=1e-4)
-        assert mx.array_equal(got[1], want[1]) and mx.array_equal(got[0][:, 112:], want[0][:, 112:])
+        assert equal(got[1], want[1]) and equal(got[0][:, 112:], want[0][:, 112:])
         assert moelab.stats(model).prefill.tokens == tokens == 159
         cache = make_prompt_cache(model)  # calls that are not divided give every bit, as documented
         calls = [model(prompt[:, i : i + 40], cache=cache) for i in range(0, 150, 40)]
-        assert mx.array_equal(mx.concatenate(calls, axis=1), want[0])
+        assert equal(mx.concatenate(calls, axis=1), want[0])
         lengths.clear()
         mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
         mx.eval(model(prompt))  # without caches there is no way to go on

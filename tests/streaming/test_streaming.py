@@ -173,7 +173,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
     """Unless every expert is held: where all have slots, calls without misses read the rest."""
-    config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
+    config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx", prefetch="none")
     num_layers = moelab.footprint(path).num_layers
     with load_model(path, config)[0] as model:
         for _ in range(1 + -(-E // K)):
