@@ -11,7 +11,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import FAST, assert_every_slot_is_there, greedy_logits
+from common import FAST, assert_every_slot_is_there, greedy_logits, needs_kernels
 from families import K
 from faults import Interrupt, at_every_line, read_in_threads
 from mlx_lm.models.cache import make_prompt_cache
@@ -26,7 +26,8 @@ from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import SlotTable
 
 SLOTS = K + 1
-FIELDS = [{}, {"prefetch": "lookahead"}, {"prefetch": "router"}, {"policy": "lfu"}]
+ROUTER = pytest.param({"prefetch": "router"}, marks=needs_kernels)
+FIELDS = [{}, {"prefetch": "lookahead"}, ROUTER, {"policy": "lfu"}]
 
 
 def answer(model):
