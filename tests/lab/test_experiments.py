@@ -10,7 +10,7 @@ import numpy as np
 import peers
 import published
 import pytest
-from common import TINY_MOE
+from common import TINY_MOE, needs_kernels
 from mlx_lm.utils import load_tokenizer
 
 import moelab
@@ -157,6 +157,7 @@ def test_machines_that_no_table_has():
         published.machine_of(of(machine="Windows PC"))
 
 
+@needs_kernels
 def test_a_pass_that_is_not_exact_is_seen(monkeypatch):
     config = StreamConfig(mode="fused", slots=8)
     made = exactness.soak(TINY, config, passes=2, sizes=(2, 12))
