@@ -361,6 +361,14 @@ def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkey
     assert np.array_equal(run(), want) and called == {(PaddedLinear, True)}
 
 
+@pytest.mark.parametrize("on_metal", (False, True))
+def test_on_metal_slots_take_no_page_more(on_metal, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: on_metal)
+    made = bank._Buffer.of_zeros(4, 1024, mx.uint32)
+    assert made.rows.shape == (4, 4096) and not made.rows.any()
+    assert made._array.nbytes - made.rows.nbytes == (0 if on_metal else 256)
+
+
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_a_model_goes_with_its_last_name(path, prefetch):
     """No cycle refers to it: its memory is freed at once, not by the garbage collector."""

@@ -316,8 +316,10 @@ class _Buffer:
     @classmethod
     def of_zeros(cls, num_rows: int, size: int, dtype: mx.Dtype) -> "_Buffer":
         """Make rows of ``size`` zeros, with padding behind them for MLX's CUDA kernel."""
-        elements = num_rows * size + PADDING_NBYTES // dtype.size
-        return cls(mx.zeros(elements, _UNSIGNED[dtype.size]), 0, num_rows, size * dtype.size)
+        # On Metal memory comes in whole pages of 16 KB, and padding would take one more.
+        padding = 0 if mx.metal.is_available() else PADDING_NBYTES // dtype.size
+        zeros = mx.zeros(num_rows * size + padding, _UNSIGNED[dtype.size])
+        return cls(zeros, 0, num_rows, size * dtype.size)
 
     @classmethod
     def for_huge_pages(cls, num_rows: int, nbytes: int) -> "_Buffer":
