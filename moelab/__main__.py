@@ -154,9 +154,12 @@ def main(argv: list[str] | None = None) -> int:
         print(said, file=sys.stderr)
         return 1
     except RuntimeError as error:
-        if not re.match(r"\[(METAL|malloc|metal::malloc)\]", str(error)):  # MLX lacks memory
+        # MLX lacks memory, or macOS ended what took a Mac's GPU too long.
+        if not re.match(r"\[(METAL|malloc|metal::malloc)\]", str(error)):
             raise
-        print(f"moelab: {error} Close other programs, or lower --memory-nbytes.", file=sys.stderr)
+        long = re.search("Timeout|Interactivity", str(error))
+        flag = "--prefill-step-size" if long else "--memory-nbytes"
+        print(f"moelab: {error} Close other programs, or lower {flag}.", file=sys.stderr)
         return 1
     finally:
         try:

@@ -276,11 +276,18 @@ def test_a_mistake_gets_one_line_that_says_what_to_do(command, said, place, run,
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_gpu_that_lacks_memory_is_told_in_one_line(run, monkeypatch):
-    words = "[metal::malloc] Attempting to allocate 9 bytes"
+@pytest.mark.parametrize(
+    "words, flag",
+    (
+        ("[metal::malloc] Attempting to allocate 9 bytes", "--memory-nbytes"),
+        ("[METAL] Command buffer execution failed: Insufficient Memory.", "--memory-nbytes"),
+        ("[METAL] Command buffer execution failed: GPU Timeout Error.", "--prefill-step-size"),
+    ),
+)
+def test_a_gpu_that_lacks_memory_or_time_is_told_in_one_line(words, flag, run, monkeypatch):
     monkeypatch.setattr(plan, "run", Mock(side_effect=RuntimeError(words)))
     got = run("plan", "gpt-oss-20b")
-    assert got.code == 1 and got.err.startswith(f"moelab: {words} Close other programs")
+    assert got.code == 1 and got.err == f"moelab: {words} Close other programs, or lower {flag}."
 
 
 @pytest.mark.parametrize("started_as", ("moelab", "python -m moelab"))
