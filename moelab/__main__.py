@@ -30,7 +30,7 @@ COMMANDS = {  # name: its module, what it does
 
 
 class _Help(argparse.HelpFormatter):
-    """Keeps longer options on the line of their help, and breaks no option at its hyphens."""
+    """Puts long options on the line of their help, and does not break options at hyphens."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)

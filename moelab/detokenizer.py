@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 CLEANED = "a . a ? a ! a , a ' a n't a 'm a 's a 've a 're"  # clean-up drops spaces of this text
-UNSURE = " 'nvr"  # behind one of these, the next character may make clean-up drop a space
+UNSURE = " 'nvr"  # after one of these, the next character may make clean-up drop a space
 
 
 class Detokenizer(StreamingDetokenizer):

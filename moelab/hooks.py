@@ -79,7 +79,8 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
 def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
     """Return the name of the first original that another library has replaced; "" for none.
 
-    An original is an owner (a class, a Python module or a module's names), a name in it, a value.
+    An original is a triple: the owner (a class, a Python module or a module's names), a name in it,
+    and the value that the name had at first.
     """
     for owner, name, value in originals:
         found = owner.get(name) if type(owner) is dict else getattr(owner, name, None)

@@ -2,8 +2,8 @@
 
 Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt raised
 in a destructor is lost. Raised in the standard library's ``Condition`` it leaves a lock taken, for
-which other threads wait for ever. So none is raised in either: a command's handler is ``end``, and
-a load or a call of a streamed model holds Ctrl-C back (``held``).
+which other threads wait for ever. So no KeyboardInterrupt is raised in either. A command handles
+Ctrl-C by ``end``. A load, or a call of a streamed model, holds Ctrl-C back (``held``).
 """
 
 import os

@@ -28,11 +28,11 @@ STATES_NBYTES = 256 * 2**20
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # The memory that macOS and other programs need is assumed to be lognormal: ``NEED_NBYTES`` is the
 # median on a Mac of 16 GiB, ``NEED_GROWTH`` the power of the Mac's memory with which it grows. The
-# sources whose ``side`` is fit (data/recipes/published.py) bound these. With 16 GiB, engines that
-# left the system 3.4 and 5.8 GB made it swap (Godwit, qwisp), one that left 7.3 GB did not
-# (Godwit). With 48 GiB, one that left 17 to 24 GB made it compress memory (colibri), another that
-# left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with this power:
-# 4.5 GB of 16, 22 of 128.
+# sources whose ``side`` is ``fit`` (data/recipes/published.py) are the evidence. With 16 GiB,
+# engines that left the system 3.4 and 5.8 GB made it swap (Godwit, qwisp), one that left 7.3 GB did
+# not (Godwit). With 48 GiB, one that left 17 to 24 GB made it compress memory (colibri), another
+# that left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with this
+# power: 4.5 GB of 16, 22 of 128.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # How many times as long a token takes on a Mac that swaps: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6

@@ -46,7 +46,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text would decode that took ``time_s``, ``wait_s`` in waits."""
+        """How many times as fast a text would decode whose ``time_s`` has ``wait_s`` of waits."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -115,7 +115,7 @@ def memory_for(layers: list[list[tuple[ExpertTensor, int]]], experts: int) -> me
 
 
 def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memoryview) -> float:
-    """Return the seconds that reading ``wanted`` takes together: (file, first byte, bytes) each."""
+    """Return the seconds that one call takes to read all ``wanted``: (file, first byte, bytes)."""
     reads, rooms, at = [], [], 0
     for file, first, nbytes in wanted:
         # Begin as far into a page of memory as of the file, so that whole blocks can be read.

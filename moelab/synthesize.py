@@ -180,11 +180,11 @@ def synthesize(
 ) -> Path:
     """Write into a new folder a random 4-bit checkpoint that ``mlx_lm.load`` can load.
 
-    The checkpoint has the shapes of ``config``, or else of the model ``like`` (one of ``LIKE``).
-    None means as many ``layers`` as the real model, the tokenizer's ``vocab``, and tiny-moe's
-    ``tokenizer``. ``routing`` is a trace or its file, recorded with the same tokenizer: for the
-    trace's text, the routers choose experts with the trace's locality. With None they choose nearly
-    uniformly, and caches hit least.
+    The checkpoint has the shapes of ``config``, or else of the model ``like`` (one of ``LIKE``). By
+    default it has as many ``layers`` as the real model, ``vocab`` is the tokenizer's, and
+    ``tokenizer`` is tiny-moe's. ``routing`` is a trace or its file, recorded with the same
+    tokenizer: for the trace's text, the routers choose experts with the trace's locality. Without
+    it they choose nearly uniformly, so that caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)

@@ -17,7 +17,7 @@ import psutil
 
 
 class System:
-    """An unknown system: it does nothing that it is asked to do, and what it cannot say is None."""
+    """An unknown system: its methods do nothing, and return None for what they cannot say."""
 
     def drop_pages(self, fd: int) -> str:
         """Drop a file's pages from the cache, if allowed without root; return the call's name."""
@@ -46,7 +46,7 @@ class System:
         return found.total, found.available
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far; and these with the pages still in swap."""
+        """Pages that came back from swap so far, and these plus the pages that are still there."""
 
     def pressure(self) -> int | None:
         """How short memory is: 1 not short, 2 short, 4 very short."""
@@ -88,7 +88,7 @@ class Linux(System):
 
 
 class Mac(System):
-    """macOS's C library and numbers of its headers; Python names few of them, some since 3.13."""
+    """macOS, by its C library. Python lacks most constants of its headers: they are here."""
 
     F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
     MS_INVALIDATE = 2  # <sys/mman.h>
@@ -171,7 +171,7 @@ class Mac(System):
 
     @cached_property
     def _host(self):
-        """The kernel's port, cached: each ``mach_host_self`` takes one more right to it."""
+        """The kernel's port; cached, since each ``mach_host_self`` takes one more right to it."""
         return ctypes.c_uint32(self.libc.mach_host_self())
 
     def _ask(self, name, value):

@@ -142,7 +142,7 @@ def check_fork() -> None:
     """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
     global _computes
     if os.getpid() != _computes:
-        stream = mx.default_stream(mx.cpu)  # a GPU's stream only its own thread can synchronize
+        stream = mx.default_stream(mx.cpu)  # only its own thread can synchronize a GPU's stream
         waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
         waits.start()
         waits.join(FORK_S)

@@ -17,7 +17,7 @@ from ..configs import one_of
 
 
 def _number(kind, what, least, most=10**9):
-    """Make a type of what ``kind`` makes of a text, from ``least`` to ``most``, both included."""
+    """Make a type: ``kind`` reads a number from a text; ``least`` and ``most`` are allowed."""
 
     def number(text):
         try:
@@ -98,7 +98,7 @@ def prompt_text(text: str) -> str:
 
 
 def name_of(names: Collection[str], also: str = "") -> Callable[[str], str]:
-    """A type that takes one of these names, as ``one_of`` knows it."""
+    """A type that takes one of these names, in any spelling that ``one_of`` knows."""
 
     def name(text):
         try:

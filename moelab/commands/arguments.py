@@ -10,7 +10,7 @@ from ..streaming.ranks import Ranks
 from . import argument_types as kinds
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-# Options of mlx-lm's commands. The help's end names them, without a text.
+# Options of mlx-lm's commands. The help lists their names at its end, and does not explain them.
 HIDDEN = {
     "--adapter-path": {"type": kinds.not_empty},
     "--chat-template": {"default": ""},
@@ -41,7 +41,7 @@ OWN_ARGUMENTS = {"model", "adapter_path", "host", "port", "log_level", "given", 
 
 
 def flag(name: str) -> str:
-    """Spell a field's name as an option: ``top_k`` becomes ``--top-k``, ``library`` ``--from``."""
+    """Spell a field's name as an option: ``--top-k`` for ``top_k``, ``--from`` for ``library``."""
     return "--from" if name == "library" else "--" + name.replace("_", "-")
 
 

@@ -71,7 +71,7 @@ def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -
 def write(
     model: nn.Module, tokenizer, prompt: list[int], draft: Draft | None, drafted: int | str, **given
 ) -> Iterator[GenerationResponse]:
-    """Write a text as ``mlx_lm.stream_generate`` does, ``drafted`` tokens a round with a draft."""
+    """Write a text as ``mlx_lm.stream_generate`` does; a draft guesses ``drafted`` a round."""
     if draft is None:
         return stream_generate(model, tokenizer, prompt, **given)
     given["num_draft_tokens"] = shared_policy(model, draft, drafted)

@@ -145,7 +145,7 @@ def _figures(r, needed):
 
 
 def _escaped(text):
-    r"""``prompt_text`` after ``\n`` became a line break and ``\t`` a tab."""
+    r"""Replace ``\n`` by a line break and ``\t`` by a tab, and read the text as ``prompt_text``."""
     return prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))
 
 

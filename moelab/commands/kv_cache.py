@@ -140,7 +140,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read caches and metadata; raise if a file is damaged or not ``made`` so (None: any)."""
+    """Read caches and metadata; raise if a file is damaged, or not made as ``made`` says."""
     held = read_header(file, "make it again")
     cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
@@ -225,7 +225,7 @@ class PromptFiles:
                 if not file.exists():
                     arrays = [c for c in cache if not isinstance(c, TokenCache)]
                     write_prompt_cache(file, arrays, about)
-                os.utime(file, ns=(time.time_ns(),) * 2)  # by which ``read`` finds the newest
+                os.utime(file, ns=(time.time_ns(),) * 2)  # ``read`` finds the newest by this time
         for file in self._found:
             with _left_alone(file):
                 file.unlink(missing_ok=True)

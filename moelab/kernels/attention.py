@@ -5,7 +5,8 @@ are added key after key, and a masked key adds exactly 0 to a query that sees an
 token's result does not depend on how a text is divided into passes, if the cache holds the keys in
 order. A full rotating cache (gpt_oss, afmoe) holds them in another order, so there it does depend.
 
-Values above float32's largest number / n, or scores above it, give inf or NaN where MLX may not.
+Sums of n values overflow where a value exceeds float32's largest number / n. Then, and where a
+score overflows, the result is inf or NaN, and MLX's may be finite.
 """
 
 from collections.abc import Callable

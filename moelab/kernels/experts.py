@@ -128,7 +128,7 @@ class ExpertCall:
 
 
 class PlacedExperts:
-    """The experts of one token x ``[1, D]``: a program; each run gets the experts' addresses."""
+    """A program that computes one token x ``[1, D]``; each run gets its experts' addresses."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found

@@ -213,7 +213,7 @@ class Pass:
 
 
 def _state(modules):
-    """What must stay equal beside arrays; not the layer's own class, which hooks change."""
+    """What must stay equal, apart from arrays and the layer's own class, which hooks change."""
     return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
 
 
@@ -238,7 +238,7 @@ BLOCKS = {
     qwen3.TransformerBlock: Layer,
 }
 NORMS = nn.RMSNorm, qwen3_5.RMSNormGated, qwen3_next.Qwen3NextRMSNormGated
-# Functions of mlx-lm that blocks do without. Other layers call what these make of them.
+# Functions of mlx-lm, and what replaces them in layers that are not blocks. Blocks call neither.
 CALLED = {
     "gated_delta_update": gated_delta.fast_update,
     "scaled_dot_product_attention": attention.eager_attention,
@@ -246,7 +246,7 @@ CALLED = {
 
 
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
-    """Let a model's layers compute with these kernels. Return how many modules do, and do not.
+    """Let a model's layers compute with these kernels. Return how many do, and how many do not.
 
     In training (``model.train()``) layers compute with MLX: these kernels have no gradients. If you
     change in place a parameter that you got as ``module["name"]``, assign the parameter again.

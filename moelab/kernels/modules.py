@@ -100,7 +100,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
 
 
 class Kept:
-    """The object ``made`` from a module's ``arrays``; ``owned`` are MLX arrays beside it."""
+    """What was ``made`` from a module's ``arrays``, and MLX arrays ``owned`` by the kernels."""
 
     def __init__(self, arrays: tuple = (None,), made: Any = None, owned: list = ()):
         self.arrays, self.made, self.owned = arrays, made, owned
@@ -268,7 +268,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``: the call is run on strings."""
+    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``: found by a call with strings."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -289,7 +289,7 @@ class _Conv1d(_Fast):
 
     @property
     def taps(self) -> Kept:
-        """The filters: for numpy ``made`` ``[width, C]``, for MLX ``owned``, each ``[C]``."""
+        """The filters: ``made`` is numpy's array ``[width, C]``, ``owned`` are MLX's ``[C]``."""
         weight, kept = self["weight"], self.__dict__.get("_kept")
         if kept is None or kept.arrays[0] is not weight:
             taps = np.ascontiguousarray(np.asarray(weight)[..., 0].T)

@@ -25,8 +25,9 @@ WORD = 32  # bits of a word of packed weights
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side.
-# Such rows are far apart, as a processor prefetches what is read in order. Two cores of a Xeon read
-# uncached weights at 29 GB/s with four rows far apart, and at 16 GB/s with two adjacent rows.
+# These rows lie far apart: a processor prefetches each of several streams that it reads in order.
+# Two cores of a Xeon read uncached weights at 29 GB/s with four rows far apart, and at 16 GB/s with
+# two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # How many int64 a task has. A task multiplies some rows of x with one matrix. Eight are
 # addresses: weights, scales, biases, x, sums of x, y, the task's row numbers in x, and those in y.
@@ -260,7 +261,7 @@ class _Product(Code):
             before = held[0]  # the work of earlier tasks
 
             def within(bound):
-                """Return the row of weights at this bound of work, clipped to this task's rows."""
+                """Convert a bound of the shared work to a row of this task's weights."""
                 at = b.sdiv(b.sub(bound, before), rows_of_x)
                 at = b.select(b.icmp_signed("<", bound, before), I64(0), at)
                 return b.select(b.icmp_signed("<", at, weights), at, weights)
@@ -285,7 +286,8 @@ class _Product(Code):
 
                 self.in_groups(I64(0), rows_of_x, ROWS, group)
 
-            # ``loop`` makes whole steps only. The larger end adds a tile for what remains.
+            # ``loop`` makes whole steps only. A larger end adds a last tile, for the rows that
+            # remain.
             self.loop(start, self.add(last, self.b.sub(size, I64(1))), size, tile)
             return work(i, held)
 

@@ -44,7 +44,7 @@ def _places(a):
 def gated(
     gate: np.ndarray, x: np.ndarray, silu: bool = True, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Multiply rows x ``[n, D]`` with the silu, else the sigmoid, of a gate ``[n, D]``."""
+    """Multiply rows x ``[n, D]`` with the ``silu`` of a gate ``[n, D]``, or with its sigmoid."""
     check(gate.shape, x=x)
     (n, D), y = x.shape, empty(*x.shape) if out is None else out
     numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
@@ -78,7 +78,7 @@ def gates(
 
 
 def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the experts of the largest logits ``[n, E]``: int64 ``[n, K]``, sorted; and scores.
+    """Return the K experts (int64) of the largest logits ``[n, E]``, sorted, and scores ``[n, K]``.
 
     Equal logits stay in order. Scores are a softmax over these K if ``normalize``, else over E.
     """

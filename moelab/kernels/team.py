@@ -20,8 +20,8 @@ from . import code
 from .code import I32, I64, Code, Kernel, ir
 
 SPIN_S = 2e-4
-# The fewest multiplications and additions of a shared job. One thread does fewer in the time that
-# the team takes to begin.
+# The fewest multiplications and additions of a shared job. With less work one thread is done before
+# the team has begun.
 SHARED_WORK = 100_000
 PIECES = 4  # pieces for each thread, so that a delayed thread computes fewer
 YIELD_SPINS = 64  # looks for work between two calls of ``sched_yield``

@@ -190,7 +190,7 @@ class OracleDraft:
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
     The seed decides at which places of the text guesses are right. After a wrong guess all guesses
-    of the round are wrong. A wrong guess is as a rule another place's token.
+    of the round are wrong. A wrong guess is usually the token of another place.
     """
 
     layer_ids = ()
@@ -230,7 +230,7 @@ def oracle_share(draft: str | Path) -> float | None:
 def open_any(
     draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
 ) -> Callable[..., Draft]:
-    """Return a function that makes a run's draft from its prompt, the text behind it and a seed."""
+    """Return a function that makes a run's draft from its prompt, the text after it and a seed."""
     if (accept := oracle_share(draft)) is not None:
         return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
     opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)

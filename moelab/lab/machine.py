@@ -64,7 +64,7 @@ def card_line(card: dict[str, Any] | None = None) -> str:
 
 
 def engine_of(card: dict[str, Any]) -> int:
-    """Return the engine that made a record; today's if none of ours computed (``None``)."""
+    """Return the number of the engine that made a record; today's for a record of MLX alone."""
     return card.get("engine", 1) or ENGINE
 
 

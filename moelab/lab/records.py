@@ -322,7 +322,7 @@ class Running:
         others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
         shifted, clock = drift(rows), None
-        with suppress(AttributeError, OSError, RuntimeError):  # a virtual machine may not say it
+        with suppress(AttributeError, OSError, RuntimeError):  # unknown to a virtual machine
             clock = psutil.cpu_freq()
         much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
         load = {
@@ -337,7 +337,7 @@ class Running:
 
 
 def _unrooted(word):
-    """A word of a command line; of an absolute path, also behind ``NAME=``, the last name only."""
+    """A word of a command line; of an absolute path (also as ``NAME=PATH``) only the last name."""
     name, equals, path = word.rpartition("=")
     return name + equals + (os.path.basename(path) if os.path.isabs(path) else path)
 

@@ -1,7 +1,7 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
 If every token takes the experts that the trace gave it most often, a cache for a quarter of all
-experts has the trace's hit rate within 0.04 (mean of layers).
+experts hits as often as with the trace, within 0.04 (mean of layers).
 """
 
 from dataclasses import dataclass
@@ -50,8 +50,8 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     The trace has L' layers and E' experts. Layer l of L follows the trace's ``l * L' // L``. If E
     is below E', expert numbers are taken modulo E. If E is n times E', each expert has n variants,
     e, e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for the
-    token. Each layer's spread is the one with which the trace's text has nearly the trace's hit
-    rate. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share some.
+    token. Each layer's spread is chosen so that the trace's text hits nearly as often as in the
+    trace. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share some.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)
@@ -150,7 +150,7 @@ class Routers:
         return logits.T @ self.codes / len(self.codes)
 
     def _quantized(self, path, weights):
-        """Quantize weights symmetrically around zero; the last path's three tensors are kept."""
+        """Quantize weights symmetrically around zero; cache the last path's three tensors."""
         if self._last[0] != path:
             bits = self.bits[f"{path}.weight"]
             half = 1 << bits - 1

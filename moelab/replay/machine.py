@@ -25,14 +25,14 @@ LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
 # On a CPU (data/results/cpu_costs_35b.json): bytes a second of weights that a core multiplies, and
-# of copies from the page cache. Then the seconds of a layer, and the seconds more if it reads from
+# of copies from the page cache. Then the seconds of a layer, and the extra seconds if it reads from
 # the disk, or from the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # A token of a prompt that a CPU computes at once takes this share of a decoded token's arithmetic
 # (26 November, two cores of a Xeon).
 CPU_PROMPT_SHARE = 0.5
-MAX_BYTES_PER_S = 1e13  # of weights; an expert that is too small to be timed would give more
+MAX_BYTES_PER_S = 1e13  # of weights; more would be an error of timing a small expert
 # The k-th most popular expert of a layer is chosen in proportion to ``k ** -ZIPF``, whatever the
 # tokens before chose. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
 ZIPF = 1.12
@@ -129,7 +129,7 @@ class Machine:
         return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
-        """Seconds from a prompt to the next token, with no expert in memory: at least, and at most.
+        """The least and the most seconds from a prompt to the next token, with no expert in memory.
 
         A prompt is computed in parts of ``plan.prompt_tokens`` tokens. Each part reads the experts
         that no slot kept, during the arithmetic or before it.
@@ -181,7 +181,7 @@ def _trace(L, K, E, tokens):
 def distinct(facts: ModelFacts, tokens: int) -> float:
     """Estimate the distinct experts that ``tokens`` tokens of ``typical_trace`` need in a layer."""
     popular = np.arange(1, facts.num_experts + 1) ** -ZIPF
-    low, high = 0.0, 1e9  # bounds of the factor with which one token needs K experts
+    low, high = 0.0, 1e9  # between these is the factor with which one token needs K experts
     for _ in range(100):
         middle = (low + high) / 2
         few = -np.expm1(-middle * popular).sum() < facts.top_k

@@ -46,7 +46,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # drafted tokens that the target chose too, without its own next token
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # from then to the target's tokens; without drafts, to the token before
+    verify_s: float = 0.0  # from then to the target's tokens; without drafts: to the last token
 
 
 @dataclass

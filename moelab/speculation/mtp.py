@@ -52,12 +52,13 @@ LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 
 class Head:
-    """Mixed into an mlx-lm model's class, of one layer; ``stored`` is what ``_stored`` found."""
+    """Mixed into the class of an mlx-lm model of one layer; ``stored`` is from ``_stored``."""
 
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
-        # The trunk is kept, as a search takes 0.3 ms; in ``__dict__`` it is no second child.
+        # Keep the trunk, since a search takes 0.3 ms; in ``__dict__`` it is not a second child
+        # module.
         self.__dict__["trunk"] = trunk
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():

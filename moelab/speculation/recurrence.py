@@ -232,7 +232,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Yield a pass's tapes by cache id: of every state if ``keep_states``, else of the inputs."""
+    """Yield a pass's tapes by cache id: with all states if ``keep_states``, else with inputs."""
     tapes = {}
     try:
         for recorder in recorders:

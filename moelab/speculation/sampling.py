@@ -1,7 +1,8 @@
 """Chooses the target's tokens, and counts the guesses that agree with them.
 
-The target chooses every token, each position with its own random numbers, and a draft with the same
-ones: equal distributions choose the same token. So any sampler works (Daliri et al., 2408.07978).
+The target chooses every token. Each position has its own random numbers, and a draft uses the same
+ones there, so that equal distributions give the same token. So any sampler works (Daliri et al.,
+2408.07978).
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -2,8 +2,8 @@
 
 The pages of an MLX array that the host has touched move by page faults: bytes written in place take
 0.5 ms a MB, where the bus needs 0.03, and reading a layer's routing takes 0.15 ms. Here kernels in
-MLX's own graph do both. The one that copies starts before the reads have ended and waits for each
-on the GPU. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+MLX's own graph do both. The kernel that copies starts before the reads have ended, and waits on the
+GPU for each of them. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes

@@ -24,8 +24,8 @@ from .residency.bank import slot_nbytes
 FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# Arrays of the hidden size that a layer keeps for a token beside its experts' work, with MLX's and
-# with the fast kernels, which also keep copies of the results of the layer's other matrices.
+# How many arrays of the hidden size a layer keeps for a token, without its experts: with MLX's
+# kernels, and with the fast kernels. These also copy the results of the layer's other matrices.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
@@ -199,7 +199,7 @@ def _activation_dtype(model):
 
 
 def grown_nbytes(caches: list, context: int) -> int:
-    """The bytes of caches with ``context`` tokens; the given caches hold two, and are changed."""
+    """The bytes of caches of ``context`` tokens; changes the given ones, which hold two tokens."""
     kept = [_grown(c, context) for c in leaves(caches)]
     # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)

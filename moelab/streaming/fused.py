@@ -44,7 +44,7 @@ PADDING_NBYTES = 256  # bytes behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):
-    """A projection that pads its input behind the last row, where qmm_sm80 reads (``TILES``)."""
+    """A projection that pads its input after the last row, where qmm_sm80 reads (``TILES``)."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         rows = x.reshape(-1, x.shape[-1])

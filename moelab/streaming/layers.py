@@ -21,7 +21,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows with which S slots round as E experts do with ``size`` rows."""
+    """The fewest and most rows for which S slots take the kernel of ``size`` rows and E experts."""
     # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
     # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
@@ -142,7 +142,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         self.session.residency.read(self.index, experts)
 
     def all_matrices(self):
-        """The matrices of all slots; None if only a call of the layer can compute."""
+        """The matrices of all slots; None if blocks must call the layer."""
         if self.session.ranks or not self.slots.computes_at_once or self.probe is not None:
             return None
         return self.slots.bank.experts.all_matrices()
@@ -175,7 +175,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
             self.session.residency.prefetch(self.index, *guess)
 
     def _bring(self, x, pairs, asked, computed=()):
-        """Yield a call's experts as they arrive; begin to read guessed experts behind them."""
+        """Yield a call's experts as they arrive; begin to read guessed ones after them."""
         session = self.session
         guesses = session.residency.prefetches
         if guesses and self.expects:
@@ -244,7 +244,7 @@ class Fused(Stacked):
 
 
 class Parts(Pairs):
-    """Pairs that MLX computes in parts: some of ``size`` with ranks; ``computed [pairs, 1, D]``."""
+    """Pairs that MLX computes in parts, to ``computed [n, 1, D]``; ``size``: those of all ranks."""
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)

@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the matrices of the logits that the fast kernels compute as soon as called."""
+        """Return the matrices of the logits that have fast kernels, which compute at once."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # Matrices of layers, which may have as many rows, have a number in their path.

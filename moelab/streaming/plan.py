@@ -91,9 +91,9 @@ class Plan:
     # its only other argument. mlx-lm's ``prefill_step_size``, set to this, also saves the memory of
     # logits.
     prompt_tokens: int = PROMPT_TOKENS
-    # Whether experts are read past the page cache (Linux). With reads "auto" this takes a CPU, more
-    # than K slots, no ``memory_nbytes`` from the caller, and a small page cache: it holds much the
-    # same experts as the slots, and a copy takes a core's time.
+    # Whether experts are read past the page cache (Linux). With reads "auto" they are on a CPU with
+    # more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be small.
+    # A small one holds much the same experts as the slots, and a copy takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -291,7 +291,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes to fill: ``most.some``, or more if all experts (or K a layer) need more."""
+    """Return the bytes to fill: ``most.some``, or more if then all experts, or K a layer, fit."""
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable
@@ -302,7 +302,7 @@ def _filled(most, work, every, least):
 
 
 def _work(facts, context, taken, memory):
-    """Return how many of a prompt's tokens are computed at once, their bytes, what slots lend."""
+    """Return how many prompt tokens are computed at once, their bytes, and what slots lend."""
     left = memory - taken  # beside all else, K slots in each layer included
     if can_empty():  # slots lend their memory
         most = left * 7 // 8

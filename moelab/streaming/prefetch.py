@@ -21,7 +21,7 @@ from .trace import Trace
 from .trial import Trial
 
 # ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
-# first expert behind the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
+# first expert outside the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
 # experts in no slot are needed, and these are 61% of all misses. Without this limit: 71% and 76%.
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
@@ -120,7 +120,8 @@ class Router(Prefetcher):
             )
         self._top_k, E = layers[0].session.top_k, min(m.num_experts for m in layers)
         self.asks_early = min(2 * self._top_k, E)
-        # The rank of the first expert that a token does not take. If K is E all experts are sure.
+        # The place, in a router's order, of the first expert that a token does not take. If K is E
+        # all experts are sure.
         self._next, self._sure = min(self._top_k, E - 1), SURE if self._top_k < E else 0.0
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 

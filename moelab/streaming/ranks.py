@@ -167,7 +167,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """Let this rank wait in the block; ``patience_s`` after the last ``answered`` it ends."""
+        """Let this rank wait in the block; end it ``patience_s`` after the last ``answered``."""
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:

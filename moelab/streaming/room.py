@@ -15,11 +15,11 @@ from .plan import BESIDE_NBYTES, LEAST_PROMPT_TOKENS, Plan, memory_now
 from .residency.bank import can_empty
 from .residency.residency import Residency
 
-# Seconds between two looks at the free memory; a look takes 0.2 ms. macOS has 2 to 10 new answers
-# in a second: after 1.1 s an answer is not from before slots were given back.
+# Seconds between two looks at the free memory; a look takes 0.2 ms. macOS renews its answer 2 to 10
+# times a second, so after 1.1 s it knows of slots that were given back.
 LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
-# Bytes that stay free. Other programs may take them between two looks, and a prompt may take a
-# little more than planned. (Without this reserve a server of 900 MB was killed.)
+# Bytes that stay free. They are for other programs that take memory between two looks, and for a
+# prompt that takes more than planned. (Without this reserve a server of 900 MB was killed.)
 RESERVE_NBYTES = BESIDE_NBYTES // 2
 # Seconds between two looks at swapping; a look takes 0.07 ms. Where swapping in takes more than
 # this share of the time, and swapping out does too, fewer slots are faster.
@@ -83,7 +83,7 @@ class Room:
         free, _ = memory_now()
         taken = needs(step) + RESERVE_NBYTES
         if self._fitting(taken, free) < slots:
-            mx.clear_cache()  # memory that a prompt left free may be enough
+            mx.clear_cache()  # perhaps the freed memory that MLX and the C library keep is enough
             return_free_memory()
             free, _ = memory_now()
         # Where slots cannot lend memory, a prompt's memory stays free while tokens are decoded.
@@ -185,8 +185,8 @@ class Room:
             return
         self._look_s = now + LOOK_S
         facts = self._plan.facts
-        # What the prompt takes and frees in a layer (of all its memory, notebook 03's layers took
-        # 0.1 to 0.7), or for the logits after the last layer.
+        # What the prompt takes and frees in a layer, or for the logits after the last one. With
+        # notebook 03's layers a layer took 0.1 to 0.7 of a prompt's memory.
         in_layer = max(0.75 * facts.token_nbytes, facts.token_logits_nbytes)
         nbytes = int(self.tokens * in_layer)
         self._watch(now)

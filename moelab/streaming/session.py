@@ -169,12 +169,12 @@ class Session:
             self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """Evaluate a call's routing ``[..., K]``, a prefetcher's ``asked``, what reads slots."""
+        """Evaluate routing ``[..., K]``, a prefetcher's ``asked``, and arrays that read slots."""
         interrupts.look()
         handover, mailbox = self.handover, self.handover.mailbox
         if mailbox and indices.size <= MAILBOX_SIZE and not asked:
             mailbox.post(indices, *(handover.pending or [indices]))
-            # Settle before ``collect``, whose polling keeps other threads from the GIL.
+            # Settle first: ``collect`` polls, and the threads that read would not get the GIL.
             self.residency.settle()
             routed = mailbox.collect(indices)
         else:

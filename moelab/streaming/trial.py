@@ -38,7 +38,7 @@ class Trial:
         self._again, self._decided, self._was = AGAIN[0], False, None
         self._first = self._last = None  # the pair's first call, and the last call
         self._slopes = self._squares = 0.0  # sums for the time that a missing expert costs
-        self._missing = self._then = self._slots = None  # mean now; mean, slots as the trial began
+        self._missing = self._then = self._slots = None  # mean now; mean and slots then
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
         """Note a call's seconds, and how many of its experts were ``missing`` from the slots."""

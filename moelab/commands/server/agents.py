@@ -25,7 +25,7 @@ SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
 _latest = {}  # the latest answers' items: clients may name one by its id alone
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-SIGNATURE = "moelab"  # of thinking; clients may drop thinking without one
+SIGNATURE = "moelab"  # of a thought; clients may drop thoughts without a signature
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {500: "api_error", 503: "overloaded_error"}
@@ -79,7 +79,7 @@ System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, 
 
 
 class ItemsRequest(ChatRequest):
-    """A request of items or blocks. It becomes a chat's, for one text without log probabilities."""
+    """A request of items or blocks. It becomes a chat's, without log probabilities."""
 
     n: Literal[1] = 1
     logprobs: Literal[False] = False

@@ -67,7 +67,8 @@ class Ask:
     logprobs: int | None = None  # how many likely tokens to tell; None: no log probabilities
     echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``
     num_draft_tokens: int | str = "auto"
-    # Where in ``tokens`` another prompt may part from this one, each with mlx-lm's type of cache.
+    # Places in ``tokens`` where a later prompt may begin to differ, each with mlx-lm's type of
+    # cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
     is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
 

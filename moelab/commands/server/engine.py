@@ -45,7 +45,7 @@ class _Text:
 
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
-        self.tokens, self.prompt_size = ask.tokens, len(ask.tokens)  # a copy once it is opened
+        self.tokens, self.prompt_size = ask.tokens, len(ask.tokens)  # ``_open`` copies the tokens
         self.place = "waiting"  # for memory; then it is "reading" its prompt, "alone" or in "batch"
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # the text's number in the batch
@@ -65,7 +65,7 @@ class _Text:
 
     @property
     def rest(self) -> int:
-        """How many tokens of the prompt are unread, without the last: with it writing begins."""
+        """How many tokens are unread before the prompt's last, with which the answer begins."""
         return self.prompt_size - 1 - self.read
 
     def write(self, token: int, logprobs: mx.array) -> bool:
@@ -226,7 +226,7 @@ class Engine:
         return [text for text in self._texts.values() if text.place in places]
 
     def _move(self, text, place):
-        """Put a text behind all others of a place."""
+        """Put a text last in a place."""
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
@@ -313,7 +313,7 @@ class Engine:
         self.prompts.trim(self._batch.prompt_cache_nbytes)
 
     def _read(self, text):
-        """Read the next part of a prompt, and move the prompt behind all others."""
+        """Read the next part of a prompt; then the other prompts come first."""
         most = 128 if text.scores else self._most  # log probabilities take [T, V] numbers
         most = min(self.served.args.prefill_step_size, most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
@@ -414,7 +414,7 @@ def _tokens(ids, logprobs, most):
 
 
 def _with_own_numbers(sampler, seed):
-    """A sampler whose random numbers begin at ``seed``, whatever else is sampled in between."""
+    """A sampler with random numbers of its own, from ``seed`` on, whatever other texts sample."""
     if sampler is greedy_sampler:
         return sampler
     state = mx.random.key(seed)

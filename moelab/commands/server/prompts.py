@@ -51,8 +51,8 @@ class Prompts:
     def keep(self, tokens: list[int], cache: list, kind: str = "assistant") -> None:
         """Keep a copy of the caches after ``tokens`` if there is memory; ``kind`` is mlx-lm's.
 
-        The oldest prompt of a kind is forgotten: assistant, unless more user prompts are kept; then
-        user, unless more system prompts are kept; then system.
+        If room is needed, the oldest prompt of one kind is forgotten. The kind is assistant, or
+        user if more user prompts are kept, or system if even more system prompts are kept.
         """
         cache = copy.deepcopy(cache)  # shares the arrays; the caller's caches may go on
         # The caches of a text in a batch are views of the batch's arrays and would keep them all.
@@ -65,14 +65,14 @@ class Prompts:
             self._lru.insert_cache(MODEL, tokens, kept, cache_type=kind)
 
     def shared(self, tokens: list[int], cached: int) -> int:
-        """How many tokens a prompt shares with an earlier one; 0 if few more than are ``cached``.
+        """How many tokens a prompt shares with an earlier one; 0 if ``cached`` are nearly as many.
 
         Caches kept at that length serve later prompts that begin alike. Remembers the prompt.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= cached + 16 else 0  # reading fewer again takes less than keeping
+        return shared if shared >= cached + 16 else 0  # else reading again takes less
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until ``nbytes`` of the limit are left for texts being written."""

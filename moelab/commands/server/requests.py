@@ -282,8 +282,8 @@ class Dialect:
         match body:
             case {"tool_choice": {"disable_parallel_tool_use": True}}:  # Anthropic's
                 body = body | {"parallel_tool_calls": False}
-        # Names are swapped, so that ``kind``'s name of a field is refused where the dialect has
-        # another name for it.
+        # If the dialect has a name of its own for a field, only that name is taken: the two names
+        # are swapped, so ``kind``'s name is refused.
         names = self.names | {name: own for own, name in self.names.items()}
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:

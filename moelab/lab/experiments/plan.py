@@ -32,9 +32,9 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# A speed is probably within this factor of its plan. ``..._NEAR`` says how many speeds were: of
-# sources to which the formula was not fitted (FORMULA), and of our own settings with measured
-# costs (OWN; data/recipes/published.py).
+# A speed is probably within this factor of its plan. ``FORMULA_NEAR`` says how many sources were
+# that near to a plan whose formula was not fitted to them. ``OWN_NEAR`` says it of our own
+# settings, planned with measured costs (data/recipes/published.py).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
     "six of seven published sources left out of the fit were so near, the worst 3.3 times off"

@@ -4,8 +4,8 @@
 
 On CPUs and on Macs the ranks talk over MLX's ring and share this machine's processors, memory bus
 and SSD. Each rank has a memory limit of its own (Linux), page cache included, and in some runs a
-slow SSD of its own, which is simulated: a layer waits until its reads would have come at a fixed
-rate. Where MLX has CUDA, the ranks talk over NCCL, and each has a GPU and no limit.
+slow SSD of its own, which is simulated: each layer waits as long as its reads take at a fixed rate.
+Where MLX has CUDA, the ranks talk over NCCL, and each has a GPU and no limit.
 """
 
 import hashlib

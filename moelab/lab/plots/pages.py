@@ -55,7 +55,7 @@ ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw 
 
 
 def summary(notebook) -> dict[str, str]:
-    """Return a notebook's ``title``, and as ``answer`` the text behind ``**Takeaway.**``."""
+    """Return a notebook's ``title``, and as ``answer`` the text after ``**Takeaway.**``."""
     texts = []
     for cell in notebook.cells:
         texts += [cell.source] * (cell.cell_type == "markdown")

@@ -47,7 +47,7 @@ class Queue:
         self._events = np.zeros((DEPTH, 4), np.int64)
         self._process, self._lock = os.getpid(), threading.Lock()
         self._flying = []  # keeps for each flight what its reads need until they have ended
-        self.counted_s = 0.0  # until when the time of reads has been counted
+        self.counted_s = 0.0  # the time of reads has been counted up to here
         _queues.add(self)
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:

@@ -195,7 +195,7 @@ class Reader:
     def _read_ahead(self, ranges, stops):
         files = ranges.files
         places = ranges.table[:, [native.FD, native.OFFSET, native.NBYTES]].tolist()
-        some = places[:: max(1, len(places) // 8)]  # if these are cached, the others nearly always
+        some = places[:: max(1, len(places) // 8)]  # if these are cached, the others mostly are
         if all(files[fd].is_cached(offset) for fd, offset, _ in some):
             return
         for fd, offset, nbytes in places:

@@ -170,7 +170,7 @@ class Record:
 
     A range's room in the slot holds all disk blocks that the range touches. If the range begins at
     the same byte of its block for all experts, and its types may begin there, the bytes stay where
-    they land. Otherwise they are moved to the first byte of the room.
+    they land. Otherwise the bytes are moved to where the room begins.
     """
 
     nbytes: int  # of a slot
@@ -265,8 +265,9 @@ def _tables(groups):
 def _parts(parameters, fuse, record):
     """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
-    Returns the elements of each buffer outside the record; each parameter's buffer, first element
-    and end; and buffer, first element, shape and type of each parameter of the module.
+    Returns three tables: the elements of each buffer outside the record; the buffer, first element
+    and end of each parameter; and, for each parameter of the computing module, its buffer, first
+    element, shape and type.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():

@@ -148,7 +148,7 @@ class HostExperts:
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # all copies' ``flag``: all is here
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies: bytes are here
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 

@@ -40,7 +40,7 @@ class Arriving:
 
 
 class LayerSlots:
-    """Memory for S of a layer's E experts, at most this rank's (``owned [E]``; None: all)."""
+    """S slots for the experts of a layer that this rank owns (``owned [E]``; None: all E)."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class LayerSlots:
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect(self, needed: Collection[int]) -> None:
-        """Take over what was read ahead of a call that needs experts ``needed``."""
+        """Take over the reads that were begun before this call, which needs experts ``needed``."""
         if not self.ahead:
             return
         groups, self.ahead, needed = self.ahead, [], set(needed)

@@ -127,7 +127,7 @@ class Residency:
         experts = layer.of_rank(experts)
         if layer.ahead or not layer.table.fits(experts):
             return
-        if len(self.layers) == 1:  # with more layers, another layer's call has done this
+        if len(self.layers) == 1:  # with several layers another layer's call has done this
             mx.eval(self._handover.pending)
         if slots := layer.table.reserve(experts, kept):
             layer.begin_ahead(slots)
@@ -146,7 +146,7 @@ class Residency:
             return None
         if layer.host is not None and layer.host.takes(indices):
             return layer.host.slots(indices, self._counting.decoding)
-        # Only a single token's experts can be counted without knowing them.
+        # A token's K hits can be counted unseen. Tokens share experts, and so must be looked at.
         if not layer.holds_all or indices.size > indices.shape[-1]:
             return None
         self._counting.now.hits += indices.size
@@ -198,7 +198,8 @@ class Residency:
 
     def _room(self, layer, order, flying):
         """Return how many of ``order`` to read next, with ``flying`` experts on their way."""
-        # If kernels compute at once, a slot takes a later expert of the call after the present one.
+        # If kernels compute at once, a slot is free for a later expert once the present one is
+        # computed.
         refills = self._reader.direct and layer.computes_at_once
         few = len(layer.awaited) < 2 if layer.is_copied else refills or not flying
         held = sum(e in layer.table.slot_of for e in order)  # held experts come first
