@@ -71,7 +71,7 @@ SLOW = {
 
 
 def pytest_configure(config):
-    """Heed Ctrl-C, which Python in the background, and so the programs under test, would ignore.
+    """Handle Ctrl-C: Python in the background ignores it, and so do the programs that it starts.
 
     On a GPU compute with the precision of a CPU.
     """
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def no_child_stays():
-    """End the processes that a test started and left running, as a test out of time does."""
+    """End the processes that a test started and left running, such as one that ran out of time."""
     started, start = [], subprocess.Popen.__init__
 
     def noted(self, *args, **kwargs):

@@ -97,7 +97,7 @@ def test_a_macs_free_memory(newer, mac, monkeypatch):
 
 
 def test_a_mac_that_repeats_an_answer_knows_what_arrays_took_since(mac):
-    """The kernel answers 2 to 10 questions of all programs in a second, others with an old number.
+    """The kernel renews its answer 2 to 10 times a second, and repeats it to all other questions.
 
     A prompt's memory that was just returned must not cost slots.
     """

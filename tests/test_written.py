@@ -207,7 +207,7 @@ def test_a_source_that_is_replaced_meanwhile(name, model_path, tmp_path, monkeyp
     def replacing(layer, file):
         write(layer, file)
         layers.append(layer)
-        if len(layers) == 1:  # an attribute, as Finder sets one, would change no more
+        if len(layers) == 1:  # only the ctime changes, as when Finder sets an attribute
             (source / name).chmod(0o640)
         if len(layers) == 2:  # replaced by a file of the same size and time
             os.replace(shutil.copy2(source / name, tmp_path / name), source / name)

@@ -12,11 +12,11 @@ page cache before each run. TEXT is a trace's file, whose tokens the peers read 
 lengths of prompts (``126,400,800``). A WORD is
 
 - a memory limit of the process in MB, page cache included (Linux). 0, the default, is none;
-- a peer, with options behind slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
+- a peer, with options after slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
   ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
 - ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
-- ``warmup=32`` or ``tokens=32``: tokens behind the prompt that are read before the clock starts, or
+- ``warmup=32`` or ``tokens=32``: tokens after the prompt that are read before the clock starts, or
   timed; ``seconds=30``: fewer, once as many seconds have passed;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
@@ -117,7 +117,7 @@ def opened(peer, path, context, **options):
     ``path`` is a GGUF file, mlx-vlm's folder or the checkpoint. ``options`` are those of
     ``mlx_vlm.load``, of ``StreamConfig``, or llama.cpp's ``experts_on_cpu``.
     """
-    sys.path.append(str(WORK))  # behind moelab's environment, whose packages come first
+    sys.path.append(str(WORK))  # after moelab's environment, whose packages come first
     if peer == LLAMA_CPP:
         return _llama(path, context, **options)
     if peer == MLX_VLM:

@@ -63,7 +63,8 @@ MOST_CONTEXT = 8192  # tokens: with more, caches take much of a token's time
 # Methods with other arithmetic than a streaming engine's, or with answers that are not the model's.
 OTHER_METHODS = ("serial", "TurboQuant", "skipped", "top-p", "mmap")
 OTHER_DEVICES = ("RTX", "Vulkan", "phone")
-# Cores of computers that are not Macs; the lower GB/s of chips with two rates, by their memory.
+# The cores of computers that are not Macs. The GB/s of those versions of a chip that are slower, by
+# the GB of their memory.
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
 TOKENS = 400  # tokens of the trace; half of them fill the caches

@@ -93,7 +93,7 @@ OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 @dataclass(frozen=True)
 class Family:
-    """A family's config beyond ``COMMON``: its top, and a multimodal one's ``text_config``."""
+    """What config.json has beyond ``COMMON``; ``text``: the same of a ``text_config`` in it."""
 
     config: dict = field(default_factory=dict)
     text: dict | None = None
@@ -210,7 +210,7 @@ MODEL_FILES = {p.stem: p.read_text() for p in Path(mlx_lm.models.__path__[0]).gl
 
 
 def variant_of(name: str) -> str:
-    """One variant for every family, by its name: a new family does not change another's."""
+    """Choose a family's variant by its name alone, so that a new family changes no other's."""
     return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
 
 

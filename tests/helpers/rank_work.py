@@ -24,7 +24,7 @@ PROMPT, STEPS = [(31 * i + 5) % 96 for i in range(20)], 4
 
 
 def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) -> list[tuple]:
-    """Of each model: a hash of all logits, ``[L, E]`` what was read, hits and misses."""
+    """Return for each model a hash of all logits, which ``[L, E]`` were read, hits and misses."""
     found = []
     for model_path, fields in cases:
         config = moelab.StreamConfig(dtype="float32", **fields)  # as in the tests' process

@@ -42,7 +42,7 @@ def caller():
 
 
 class Speaker:
-    """An engine that tells each text letters or pieces, each after ``pause_s`` s, and its end."""
+    """An engine that answers each request in letters or pieces, one every ``pause_s`` seconds."""
 
     def __init__(self, *said, pause_s=0):
         self.pause_s, self.tells, self.ended = pause_s, [], []

@@ -123,7 +123,7 @@ def test_a_record_follows_every_change(change, load):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_prefix_continued_three_times(family, load):
-    """By views of the prefix's cache. A cache of other texts, layers or models is refused."""
+    """Three texts go on from views of one cache. One of other texts, layers, models is refused."""
     fast, mlx = load(family), load(family, kernels="mlx")
     again, texts = mx.array([[9], [8], [7]]), []
 
@@ -147,7 +147,7 @@ PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_ex
 
 @pytest.mark.parametrize("part, step", [*PARTS, ("", 4)])
 def test_hooks_see_every_call(part, step, load):
-    """One on a layer, as a draft sets for each verify pass, leaves its record and its bits."""
+    """With a hook on a whole layer, as a draft sets it, the layer keeps its record and its bits."""
     model, seen = load("qwen3_5_moe"), []
     want, layer = logits(model, step=step), model.layers[0]
     module, record = layer, layer._passes[step]

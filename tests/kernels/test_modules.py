@@ -57,7 +57,7 @@ FORMS += [dict(mode="mxfp4", bits=4, group_size=32), {}]
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts(form, tokens, bias):
-    """By projection with a bias, else in one call. No token depends on the others."""
+    """Experts with a bias are computed by projection, others in one call, each token for itself."""
     layer = quantize(SwitchGLU(64, 128, 8, bias=bias), **form)
     x, indices = normal(1, tokens, 64), chosen(tokens)
     want = use(layer, x, indices)
@@ -117,7 +117,7 @@ def test_dense_mlps(cls):
 @pytest.mark.parametrize("variant", ("plain32", "affine4"))
 @pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
 def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, variant, stored):
-    """Attention and, in the second, the recurrence."""
+    """One has attention, the other a recurrence, too."""
     path = stored(name, variant)
     tokens = mx.array([PROMPT])
 

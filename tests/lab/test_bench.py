@@ -110,7 +110,7 @@ def test_the_oracles_guess_for_a_place_does_not_depend_on_who_asks():
     text = np.random.default_rng(0).integers(0, 9, 4000)
 
     def guesses(n, seed=1):
-        """What is guessed after each place, a round at each."""
+        """Return the guesses of a round after each place of the text."""
         draft, made = OracleDraft(text, 0.7, seed), []
         draft.bind(None)
         for last in text[:3000].tolist():
@@ -146,7 +146,7 @@ def test_bench(model_path, together, runs, monkeypatch):
 
 
 def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypatch):
-    """The same tokens; the oracle reads ahead, and nothing in vain; cold is cold for each token."""
+    """All write the same tokens. The oracle reads nothing in vain. Each token begins cold."""
     packed, dropped = repack(model_path, tmp_path / "packed", progress=False), []
     monkeypatch.setattr(bench.oscache, "drop_pages", dropped.append)
     variants = {

@@ -200,7 +200,7 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
     assert 'aria-label="a line from 2"' in page and "it rises to 2" in page  # above the slider
     assert "ZeroDivisionError" in page and page.count("make lab</code>, notebook 00_first") == 1
     assert "data:image/svg+xml;base64," in page and "<summary>Code, 9 lines</summary>" in page
-    for text, times in STDERR.items():  # a bar is dropped, a warning is not
+    for text, times in STDERR.items():  # a progress bar is dropped, a warning is not
         assert html.unescape(page).count(text) == times
     assert page.count('<a href="index.html">') == 2 and page.count('<a href="01_next.html">') == 3
     text = (built / "index.html").read_text()  # the question, the answer, and that a cell failed

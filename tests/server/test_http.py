@@ -53,7 +53,7 @@ SLOW += "{% endfor %}" * 2 + "{% endif %}x"  # a template that does not end
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A client of a fake engine, which has its ``engine``; pages of one origin may ask, too."""
+    """A client of a fake engine (its ``engine``). Web pages of one origin may ask, too."""
     engine, served = Speaker(pause_s=0.01), fake_served()
     served.tokenizer = wrapped(SLOW)
     monkeypatch.setattr(http, "DIALECTS", [replace(COMPLETIONS, kind=Slow), CHAT])
@@ -277,7 +277,7 @@ def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
 
 
 def test_an_address(run):
-    """That is taken, and one where 200 clients wait to be accepted."""
+    """One that is taken is refused; on a free one 200 clients can wait to be accepted."""
     with http.listen("127.0.0.1", 0) as taken, ExitStack() as stack:
         address = f"--port {taken.getsockname()[1]}"
         got = run("serve", MODEL, *address.split())
@@ -418,7 +418,7 @@ def test_a_hang_up(end, nohup, tmp_path):
 
 @pytest.mark.parametrize("options, times", [(DRAFT, 1), (SLOTS, 3)])
 def test_ctrl_c(options, times, tmp_path):
-    """Once or thrice, with an answer, a template that does not end, half a request and none."""
+    """It comes once or thrice, amid an answer, an endless template, half a request and none."""
     text = request_bytes(prompt=PROMPTS[1], max_tokens=20_000, stream=True)
     slow = request_bytes("/v1/chat/completions", messages=[{"role": "user", "content": "slow"}])
     answers = []

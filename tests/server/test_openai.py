@@ -119,7 +119,7 @@ def test_an_answer_of_a_model(client, mlx):
 
 @two_servers
 def test_seeds(client):
-    """The ``n`` texts have seeds that follow, beside others too; those without differ."""
+    """The ``n`` texts have consecutive seeds, also beside other requests; unseeded texts differ."""
     fields = {"seed": 7, **SAMPLED}
     texts = [choice.text for choice in complete(client, **fields, n=3).choices]
     with ThreadPoolExecutor(6) as threads:

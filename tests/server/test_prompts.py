@@ -46,16 +46,16 @@ def test_what_a_prompt_finds(model):
     assert prompts.fetch(TEXT) == (None, 0) == prompts.fetch([]) == prompts.fetch(TEXT[:1])
     cache, _ = read(model, TEXT[:40])
     prompts.keep(TEXT[:40], cache, "user")
-    read(model, TEXT[50:], cache)  # it goes on, and what was kept is a copy
+    read(model, TEXT[50:], cache)  # this changes the cache, but not the copy that was kept
     other = TEXT[:30] + [t + 1 for t in TEXT[30:59]]
-    cut = 0 if is_hybrid(model) else 30  # where no token can be taken back
+    cut = 0 if is_hybrid(model) else 30  # a hybrid's cache cannot be trimmed
     begin = 0 if is_hybrid(model) else 38  # mlx-lm's store leaves one more token to read
     for prompt, cached in ((TEXT, 40), (TEXT[:41], 40), (other, cut), (TEXT[:40], begin)):
         cache, n = prompts.fetch(prompt)
         assert n == cached and (cache is None) == (n == 0)
         wanted = read(model, prompt)[1]
         assert mx.allclose(read(model, prompt[n:], cache)[1], wanted, atol=1e-3)
-    assert prompts.fetch(TEXT)[1] == 40  # what was fetched went on and is another
+    assert prompts.fetch(TEXT)[1] == 40  # reading on changed the fetched copy only
 
 
 def test_a_view_of_a_batch_keeps_no_more_than_itself(model):
@@ -79,7 +79,7 @@ def test_where_prompts_part(model):
     prompts = Prompts()
     other = TEXT[:30] + [t + 1 for t in TEXT[30:]]
     assert shared(prompts, TEXT) == 0
-    assert shared(prompts, other) == 30  # with one that was read, and none is kept yet
+    assert shared(prompts, other) == 30  # with ``TEXT``, which was seen but not kept
     prompts.keep(TEXT[:30], read(model, TEXT[:30])[0], "system")
     assert shared(prompts, other[:-1]) == 58  # but for the last token of ``other[:-1]``
     assert shared(prompts, TEXT[:30] + [t + 2 for t in TEXT]) == 0  # where a kept one ends

@@ -96,7 +96,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """The time of a text over that of one without drafts, less 1; one token is allowed more."""
+    """By which share a text takes longer than without drafts; the time of one token is forgiven."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:

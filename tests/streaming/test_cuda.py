@@ -145,7 +145,7 @@ def path(request, hybrid, tmp_path):
 
 
 def copying(path, **config):
-    """A model whose experts are copied, as on a GPU never computed while others are read."""
+    """A model that copies experts and, as on a GPU, computes none while others are read."""
     kind = Evicting if "policy" in config else moelab.StreamConfig
     model, _ = load_model(path, kind(**{"dtype": "bfloat16", "slots": K, **config}))
     session_of(model).residency._overlap = False

@@ -444,7 +444,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
         room(model, 64, 900 * MB)  # by the system's figures there is enough
 
         def slots(seconds, back, out, every=WATCH_S):
-            """The slots after so many seconds of bringing back and taking away, as shares."""
+            """The slots after ``seconds`` with these shares of the time in swapping in and out."""
             for _ in range(round(seconds / every)):
                 clock[0] += every
                 swapped[:] = swapped[0] + back * every, swapped[1] + out * every

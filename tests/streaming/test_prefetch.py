@@ -50,7 +50,7 @@ def want():
 
 
 def run(name, want, steps=40, **fields):
-    """Counters of decoding to the logits of ``want``; closing the model ends its threads."""
+    """Decode, compare with the logits of ``want``, close: no thread stays. Return the counters."""
     config = Evicting(**{"slots": SLOTS, **fields}, prefetch=name)
     others = {*threading.enumerate()}
     with load_model(TINY_MOE, config)[0] as model:

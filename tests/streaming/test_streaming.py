@@ -159,7 +159,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
         index_of = {layer.slots.bank: layer.index for layer in session.layers}
         found = [(index_of[bank], experts) for bank, experts in asked]
-        # Before the first layer, and in each for two but in the last.
+        # Before the first layer for it; then in each layer for this one and the next, if any.
         assert [i for i, _ in found] == [0, *(n for i in range(L) for n in (i, i + 1))][:-1]
         assert found[0] == (0, missing[0][:room])
         for (_, here), (i, following) in zip(found[1::2], found[2::2]):
@@ -172,7 +172,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
-    """Unless every expert is held: where all have slots, calls without misses read the rest."""
+    """Or never, if every expert is held. With slots for all, calls without misses read the rest."""
     config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx", prefetch="none")
     num_layers = moelab.footprint(path).num_layers
     with load_model(path, config)[0] as model:

@@ -137,7 +137,7 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(D, eps)
 
     def start(self, target):
-        """Start as the target's last layer (full attention), with ``fc`` the hidden's identity."""
+        """Start as the target's last layer (full attention); ``fc`` passes the hidden state on."""
         self.layers[0].load_state_dict(target.layers[-1].state_dict())
         nn.init.eye_(self.fc.weight.data[:, len(self.fc.weight) :])
 
