@@ -161,7 +161,7 @@ def test_an_interrupted_run_leaves_nothing(step, moe, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("step", (STEPS[0], "mlx.core.save_safetensors"))
 def test_a_disk_that_takes_no_more(step, moe, tmp_path, monkeypatch, run):
-    """Files of 10 kB are too large from a step on, as for a user with a quota."""
+    """From ``step`` on no file may be larger than 10 kB, as when a user's quota is nearly full."""
     limits, write = resource.getrlimit(resource.RLIMIT_FSIZE), pkgutil.resolve_name(step)
 
     def limited(*args, **kwargs):

@@ -265,7 +265,7 @@ class MTPDraft:
 
     def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
         guesses, nothing = [], mx.array([], mx.uint32)
-        if not self._hidden:  # ``last`` is the text's first token
+        if not self._hidden:  # only the text's first token is there, as ``last``
             return nothing
         tokens = mx.concatenate([*self._tokens, mx.array([last] if n else [], mx.uint32)])
         hidden = mx.concatenate(self._hidden)

@@ -12,7 +12,7 @@ from ..checkpoint import MAX_DIMENSION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
-FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # of fields that the planning of slots uses
+FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # for fields that plan slots
 # Upper bounds: more bytes than any machine has, more threads than any disk needs.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # SwiftLM's environment variables, each with the field that ``StreamConfig.from_env`` sets by it.

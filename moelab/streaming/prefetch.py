@@ -162,7 +162,7 @@ class Auto:
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):
         self._residency, self._counting, self._starts = residency, counting, starts
-        self._trials, self._call = {}, None  # trials by a call's tokens; the running call
+        self._trials, self._call = {}, None  # trials by tokens of a call; the call that runs
 
     def begin(self, tokens: int) -> None:
         """Begin to time a call of the whole model."""

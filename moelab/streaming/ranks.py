@@ -280,7 +280,7 @@ class Ranks:
 
 
 def _watch(ranks, closed):
-    """Let ``ranks`` (a weak reference) look at the clock until it is closed or gone."""
+    """Have the ``Ranks`` of this weak reference look at the clock until it is closed or gone."""
     while not closed.wait(LOOK_S) and (living := ranks()) is not None:
         living._look()
         del living

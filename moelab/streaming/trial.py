@@ -31,7 +31,7 @@ class Trial:
     def __init__(self, best: bool):
         self.on = self.best = best
         self.gap = 0.0  # log(time of a call with prefetching / time of one without)
-        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, more missing experts with prefetching)
+        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, how many more missed with prefetching)
         self._ends = deque()  # the numbers of the calls that ended the last pairs
         self._calls, self._next = 0, SETTLE  # calls so far; the call from which to try
         # Calls until the next trial, whether this trial has decided, and the last decision.
@@ -56,7 +56,7 @@ class Trial:
             self._ends.append(self._calls)
             self._judge()
             if self._may_try():
-                return  # this kind begins the next pair
+                return  # the next pair begins with this kind of call
         elif self._may_try():
             self._first, self.on = self._last, not self.on
             return

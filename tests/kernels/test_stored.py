@@ -103,7 +103,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("how", REPLACED)
 def test_a_damaged_file_is_replaced(folder, compiled, how, in_time):
-    """Also one that others may write to. No fifo is waited for, no device read without end."""
+    """So is one that others may write to. No FIFO is waited for, no device read without end."""
     want = pack()
     (file,) = folder.iterdir()
     whole = file.read_bytes()

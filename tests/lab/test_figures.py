@@ -210,7 +210,7 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
 
 
 def test_an_index_is_written_again_and_links_other_machines(built, tmp_path, capsys):
-    """Of pages that were made elsewhere; a damaged description is refused."""
+    """It lists pages that were made elsewhere. A damaged description is refused."""
     said = json.loads((built / "00_first.json").read_text()) | {"fast": False, "failed": False}
     for folder, machine in ((tmp_path, "A & B"), (tmp_path / "macos-15", "M1")):
         folder.mkdir(exist_ok=True)

@@ -119,7 +119,7 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
 
 @pytest.mark.parametrize("memory", (10**9, 16 * 10**7))
 def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, tmp_path):
-    """Streamed and resident; with half of the slots if not every expert fits."""
+    """It has streamed and resident texts, or texts with all and half of the slots that fit."""
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (memory, 0))
     monkeypatch.setattr(check, "TOKENS", 4)
     monkeypatch.setattr(check, "WARMUP", 2)

@@ -49,7 +49,7 @@ def cached(answer):
 
 @every_server
 def test_the_text_is_that_of_mlx_lm(client, texts):
-    """Of eight at once, and in a stream; ``test_openai.py`` has the other forms."""
+    """Eight requests at once, and one as a stream; ``test_openai.py`` has the other forms."""
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda p: text_of(client, p), PROMPTS)) == texts
     parts = complete(client, PROMPTS[0], stream=True)
@@ -64,7 +64,7 @@ def test_texts_that_wait_have_one_prompt():
 
 @every_server
 def test_a_text_ends_before_its_first_stop_string(client, texts):
-    """Also if a stop string begins or ends within a token; streamed or not, eight at once."""
+    """The stop string may begin or end within a token. Streamed or not, eight at once."""
     rng = random.Random(5)
 
     def ask(_):
@@ -135,7 +135,7 @@ def test_a_seed_writes_the_text(client, mlx):
 
 
 def test_a_quantized_cache(mlx):
-    """With a draft; again with the prompt cached."""
+    """A draft guesses. The second time the prompt's cache is kept."""
     options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
     wanted = mlx.write(PROMPTS[1], max_tokens=40, kv_bits=4, quantized_kv_start=20)
     with serving(*SERVERS["streamed"], *options) as server:
@@ -216,7 +216,7 @@ def test_without_limit_memory_ends_a_text():
 
 
 def test_an_error_of_a_text_ends_no_other():
-    """As of a sampler that cannot be made."""
+    """The error: a sampler that cannot be made."""
     told, (_, engine) = SimpleQueue(), started(*SERVERS["streamed"])
     for sampling in ({"unknown": 1}, {}):
         engine.begin(Ask([1], 4, sampling), told.put)

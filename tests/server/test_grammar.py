@@ -80,7 +80,7 @@ def valid(text, schema):
 
 @pytest.mark.parametrize("served", ["streamed", "lookup", "tiny-draft"], indirect=True)
 def test_each_answer_is_valid(client):
-    """Greedy and sampled, alone and four at once; it is the same text, with a draft too."""
+    """Greedy and sampled, with and without a draft. Alone and four at once the text is the same."""
 
     def ask(which):
         i, temperature = which

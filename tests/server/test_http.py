@@ -245,7 +245,7 @@ def test_a_client_that_hangs_up(fake, caplog, monkeypatch, slow_s, pause_s, stre
 
 
 def test_clients_that_send_nothing(fake, monkeypatch):
-    """Also half of a second request, or a byte now and then."""
+    """They send nothing, a part of a first or second request, or a byte now and then."""
     monkeypatch.setattr(http, "SILENT_S", 0.3)
     post, large = request_bytes(), request_bytes(prompt="x" * 10**6)
     for sent in (b"", post[:8], post[:-1], post + post[:8], large[:-1]):
@@ -404,7 +404,7 @@ def test_a_hostile_crowd(draft, tmp_path):
 
 @pytest.mark.parametrize("end, nohup", [(signal.SIGHUP, False), (signal.SIGTERM, True)])
 def test_a_hang_up(end, nohup, tmp_path):
-    """Of the terminal: it ends the server, which keeps its prompts, unless it was told to stay."""
+    """If its terminal closes, the server saves its prompts and ends, unless nohup keeps it."""
     kept = tmp_path / "kept"
     options = (*SLOTS, "--prompt-cache-dir", str(kept))
     with process(tmp_path, *options, ends=[end], nohup=nohup) as server:

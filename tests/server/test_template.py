@@ -136,7 +136,7 @@ def test_the_state_after_the_prompt():
             given = {"messages": [user(word)], "has_states": has_states}
             assert chat(tokenizer, **given)[2] == "reasoning"
             assert chat(tokenizer, **given, enable_thinking=False)[2] == "normal"
-    # A template that begins the answer in either case.
+    # A template that opens a thought or a header for the answer.
     assert chat(wrapped("{{ messages[0].content }}<think>"), [user("a")])[2] == "reasoning"
     muse = wrapped(PLAIN, response_format=muse_spark.RESPONSE_FORMAT)
     assert chat(muse, [user("a")])[2] == "header"

@@ -122,7 +122,7 @@ def test_a_resident_model_saves_what_mlx_lm_saves(hybrid, tmp_path):
 
 
 def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
-    """Every keyword of the installed version, with its default; four are moelab's own."""
+    """``load`` has each keyword of the installed mlx-lm, with its default, and four of its own."""
     theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
     assert next(iter(ours)) == next(iter(theirs))
     own = {"config", "group", "draft", "texts"}

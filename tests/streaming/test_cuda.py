@@ -170,7 +170,7 @@ def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, wa
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
-    """And used again, also by ranges in pieces; the next reads begin before one is waited for."""
+    """It is used again, also for ranges in pieces. Reads begin before earlier ones have ended."""
     begun, finish = [], layer_slots.LayerSlots.finish
 
     def watched(layer, group):
@@ -223,7 +223,7 @@ def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monke
 
 @pytest.mark.parametrize("slots", [K, 2 * K])
 def test_what_is_converted_is_not_copied(any_reads, slots, hybrid, runtime, want, monkeypatch):
-    """In several parts, whose reads are looked at while they run."""
+    """The experts come in parts, and the engine asks for each part whether its reads have ended."""
     monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
     with copying(hybrid, dtype="float32", kernels="mlx", slots=slots) as model:
         assert np.array_equal(answer(model), want["float32"])

@@ -80,7 +80,7 @@ def test_every_family_of_this_mlx_lm_is_listed():
 
 @pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
 def test_family_that_is_not_streamed(name, tmp_path):
-    """Refused by name, with the reason and what to do instead."""
+    """It is refused by name, with the reason and what to do instead."""
     config = {"model_type": name, **families.NOT_STREAMED[name]}
     model_class, args_class = mlx_lm_utils._get_classes(config)
     weights = dict(families.tree_flatten(model_class(args_class.from_dict(config)).parameters()))

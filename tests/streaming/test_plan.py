@@ -176,7 +176,7 @@ def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash", "tiny-mtp"])
 def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
-    """What it takes in a text as long as the context, and not much more."""
+    """It gets what it takes in a text as long as the context, and not much more."""
     draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
     config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
     assert moelab.plan(TINY_MOE, context=600, draft=draft).config.memory_nbytes is None
@@ -526,7 +526,7 @@ print(*text(700))
 
 
 def test_a_cgroup_whose_limit_is_lowered_gets_slots_back(limits):
-    """Between two calls, so that the next prompt may not take what was there before."""
+    """It is lowered between two calls, so the next prompt has less memory than the last had."""
     file = max((TINY_MOE / "heldout").glob("*.py"))
     argv = [sys.executable, "-c", SHRUNK, str(TINY_MOE), str(file), str(215 * MB)]
     done = limit.run(argv, 215 * MB)

@@ -185,7 +185,7 @@ def test_reserved_slots(data, slots, policy):
 
 @needs_kernels
 def test_a_router_asked_early_in_a_pass_of_several_tokens():
-    """A verify pass asks for all its tokens; the logits are those of the same pass without."""
+    """A verify pass asks for all its tokens; the logits are as without early reads."""
     tokens = mx.array([[*PROMPT, 7, 11, 13]])
     found = []
     for name in ("none", "router"):

@@ -1,6 +1,6 @@
 """Experts divided over ranks: the bits of one rank, and clear ends when ranks differ or die.
 
-Of models, and of the commands generate and serve.
+Models are tested first, then the commands generate and serve.
 """
 
 import os

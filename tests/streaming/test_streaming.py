@@ -199,7 +199,7 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
 
 @pytest.mark.parametrize("mode", ("resident", *STREAMED))
 def test_footprint_is_what_load_takes(stored, mode):
-    """Of a family whose experts have biases, which stay in memory."""
+    """The family's experts have biases, which stay in memory."""
     path = stored("gpt_oss", WEIGHTS)
     config = moelab.StreamConfig(mode=mode, slots=K + 1)
     predicted = moelab.footprint(path, config)

@@ -170,7 +170,7 @@ def split(documents):
         mine = shingles(text)
         if len(mine & reserved) > 0.05 * len(mine):
             continue
-        sample = {h for h in mine if h % 4 == 0}  # enough to see a copy, in a quarter of the memory
+        sample = {h for h in mine if h % 4 == 0}  # a quarter is enough to find copies
         if len(sample & seen) > 0.5 * len(sample):
             continue
         seen |= sample

@@ -46,7 +46,7 @@ class _Text:
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
         self.tokens, self.prompt_size = ask.tokens, len(ask.tokens)  # ``_open`` copies the tokens
-        self.place = "waiting"  # for memory; then it is "reading" its prompt, "alone" or in "batch"
+        self.place = "waiting"  # for memory; later "reading", "alone" or "batch"
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # the text's number in the batch
         self.steps = None  # yields the text's tokens, if a draft helps to write them
@@ -184,7 +184,7 @@ class Engine:
         for text in self._at("reading", "alone"):
             self._try(self._place, text)
         reading, written = self._at("reading"), self._at("batch", "alone")
-        drafts = any(text.steps for text in written)  # if so, the draft holds that text's state
+        drafts = any(text.steps for text in written)  # then the draft holds such a text's state
         if reading and not drafts and (turn["due"] or not written):
             # A short prompt comes first, unless a part of a long one is due.
             text = min(reading, key=lambda text: (text.rest <= PART) == turn["due"])
@@ -379,7 +379,7 @@ class Engine:
         options = {"max_tokens": max_tokens, "prompt_cache": text.cache}
         options["num_draft_tokens"] = shared_policy(served.model, served.draft, drafted)
         options["sampler"] = make_sampler(**text.ask.sampling)
-        options["logits_processors"] = [  # they look at the whole prompt
+        options["logits_processors"] = [  # processors get the tokens of the whole prompt
             lambda tokens, logits, f=f: f(mx.concatenate([before, tokens]), logits)
             for f in text.processors
         ]
