@@ -193,7 +193,7 @@ def test_what_a_library_replaces_is_called(mode, family, of, name, load, monkeyp
 
 
 def taken_back(model, strategy, wrong):
-    """Logits of passes whose wrong tokens are taken back, and how many states that kept at most."""
+    """Return the logits of passes whose wrong tokens are taken back, and the most states kept."""
     cache, got, most = make_prompt_cache(model), [], 0
     rollback = Rollback(model, cache, strategy)
     for i in range(0, TOKENS.shape[1], 2):

@@ -206,7 +206,7 @@ SAID = [  # a field, a value, and what is said of it
 
 @pytest.mark.parametrize("field, value, said", SAID)
 def test_what_a_refusal_says(field, value, said):
-    """The field, what is taken and what was got, also where a field has several forms."""
+    """It names the field, what is taken and what was got, also where a field has several forms."""
     with pytest.raises(Refused) as refused:
         asks(CHAT, TALK | {field: value})
     assert str(refused.value).replace('"', "").startswith(said)

@@ -55,7 +55,7 @@ class Splitter:
 
     def _read(self, text, tools):
         said = ""
-        for character in text:  # one by one: text that is no call changes the state
+        for character in text:  # one by one: text that is not a call sets the state back
             before = self._state[0]
             self._state, more, now = self._machine.step(self._state, character)
             said += more

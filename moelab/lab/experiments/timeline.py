@@ -73,7 +73,7 @@ class Clock:
         stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
         outer = stack[-1][0] if stack else None
         if outer not in OUTER.get(what, (outer,)):
-            return call(*args, **kwargs)  # the call is part of what this thread already does
+            return call(*args, **kwargs)  # the time counts as the outer call's
         if stack:
             self._note(*stack[-1], begin)
         stack.append([what, begin])

@@ -174,7 +174,7 @@ class Reader:
         self._end_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
-        for pool in (self._pool, self._background):  # if this is interrupted, the next stop waits
+        for pool in (self._pool, self._background):  # after an interrupt the next ``stop`` waits
             pool.shutdown(wait=True, cancel_futures=True)
         self._new_pools()
 
