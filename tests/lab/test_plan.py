@@ -3,6 +3,7 @@
 import sys
 from math import log
 
+import mlx.core as mx
 import published as recipe
 import pytest
 from common import small
@@ -52,6 +53,14 @@ def test_a_forecasts_parts_are_its_token_and_a_better_machine_is_faster(capsys):
     assert max(changed.values()) <= 1.02 * found.advice.token_s
     assert main(["plan", "gpt-oss-20b", "--ram", "16", "--ssd", "3", "--chip", "M4"]) == 0
     assert f"{plan.rough(1 / found.advice.token_s)} tok/s, likely" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_mac, gigabyte", [(True, 2**30), (False, 10**9)])
+def test_a_macs_gigabytes_are_gibibytes(is_mac, gigabyte, monkeypatch):
+    monkeypatch.setattr(mx.metal, "is_available", lambda: is_mac)
+    monkeypatch.setattr(plan, "_fitting", lambda name, machine, bits: None)
+    monkeypatch.setattr(plan, "this_machine", lambda: Machine.cpu(32e9, 1e9, 2))
+    assert plan._machine("gpt-oss-20b", 4, 16, None, None, None).ram_nbytes == 16 * gigabyte
 
 
 def test_a_draft_saves_waits_and_arithmetic_and_reads_more():

@@ -290,18 +290,25 @@ def _machine(name, bits, ram, ssd, chip, cores):
     if cores:
         return Machine.cpu(ram * 1e9, ssd * 1e9, cores, rate)
     if chip:
-        return Machine.mac(ram * 2**30, ssd * 1e9, rate)  # a Mac's GB are GiB
+        return Machine.mac(_ram_nbytes(ram, True), ssd * 1e9, rate)
+    ram = _ram_nbytes(ram)
     if not mx.cuda.is_available():  # a model that does not fit is refused before measuring
-        _fitting(name, _unmeasured(ram and ram * 1e9), bits)
+        _fitting(name, _unmeasured(ram), bits)
     machine = this_machine()
     if ram:
-        machine = replace(machine, ram_nbytes=ram * 1e9, taken_nbytes=taken_of(ram * 1e9))
+        machine = replace(machine, ram_nbytes=ram, taken_nbytes=taken_of(ram))
     return replace(machine, disk_bytes_per_s=ssd * 1e9 * DISK_SHARE) if ssd else machine
+
+
+def _ram_nbytes(ram, is_mac=None):
+    """Return the bytes of ``ram`` GB, which are GiB for a Mac (None: if this is one)."""
+    is_mac = mx.metal.is_available() if is_mac is None else is_mac
+    return ram and ram * (2**30 if is_mac else 10**9)
 
 
 def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     """Say what to expect of a model on disk, measured here, and which settings were compared."""
-    ram = ram and ram * 1e9
+    ram = _ram_nbytes(ram)
     most = _unmeasured(ram).most if ram else None
     # Too little memory is refused here, before anything is measured.
     plan = plan_of(ModelFacts.of(path, CONFIG), CONFIG, most=most)
