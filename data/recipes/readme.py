@@ -7,6 +7,7 @@ import published
 
 import moelab
 from moelab.lab.experiments.plan import FORMULA_NEAR, FORMULA_SPREAD, rough
+from moelab.lab.machine import engine_of
 from moelab.lab.records import paired, read, same_tokens, span, values
 
 README = Path(__file__).parents[2] / "README.md"
@@ -31,7 +32,7 @@ def times(name, slow, fast, form=".2f"):
 def host(name):
     """Write which machine made a record, and whether an earlier engine did."""
     of = read(name).attrs["machine"]
-    age = " (an earlier engine)" if of.get("engine", 1) < moelab.ENGINE else ""
+    age = " (an earlier engine)" if engine_of(of) < moelab.ENGINE else ""
     return f"{of['cores']} cores {'with' if of['gpu'] else 'of'} an {of['gpu'] or of['cpu']}{age}"
 
 
@@ -74,7 +75,7 @@ In brackets: the share of the experts that is in memory. The speeds are likely w
 def numbers():
     """Write the block of what was measured."""
     full, half = "cpu_against_35b_full", "cpu_slots_956"
-    auto, plain = "fused/slots=auto/context=512", "fused/slots=48"
+    auto, plain = "fused/slots=auto/context=512/prefetch=none", "fused/slots=48"
     memories = {f"{gb} GB": f"{gb}000 MB" for gb in (4, 8, 15)} | {"24 GiB, all": "no limit"}
     record = read(full)
     nbytes = record[record.peer == "moelab"].file_nbytes.max()
@@ -88,7 +89,7 @@ def numbers():
     )
     cached = "956 MB, page cache"
     past = times(half, f"{auto}, {cached}", f"{auto}, 956 MB, past the page cache")
-    more = times(half, f"fused/slots=8, {cached}", f"fused/slots=54, {cached}")
+    more = times(half, *(f"fused/slots={n}/prefetch=none, {cached}" for n in (8, 54)))
     kernels = times("cpu_ladder_35b", "resident/kernels=mlx", "resident", ".0f")
     slots = times("cuda_timeline_35b", "resident", "fused")
     copied = times("cuda_timeline_35b", "resident", "fused/source=host")
@@ -126,7 +127,7 @@ What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
 
 - **Where reads go.** In memory for half of the file, slots filled past the page cache decode
   {past} times as fast as filled through it. Through it, 54 slots decode
-  {more} times as fast as 8, on {host(half)}
+  {more} times as fast as 8, on {host(half)}. Nothing was read early
   ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm on {host("cpu_ladder_35b")}
