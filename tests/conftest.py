@@ -1,5 +1,6 @@
 """The slow tier, and fixtures of several test files."""
 
+import gc
 import io
 import json
 import os
@@ -91,6 +92,11 @@ def pytest_collection_modifyitems(items):
             case = item.nodeid.partition("[")[2]
             if i % stays if isinstance(stays, int) else not re.search(stays, case):
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of each garbage collection: tests of open files make many."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
