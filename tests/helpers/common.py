@@ -6,7 +6,6 @@ import mmap
 import os
 from pathlib import Path
 
-import hypothesis
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -25,8 +24,10 @@ GB, MB = 10**9, 10**6
 FAST = os.environ.get("MOELAB_FAST") == "1"
 
 
-def tries(n: int, **settings) -> hypothesis.settings:
+def tries(n: int, **settings):
     """Hypothesis's settings: ``n`` examples, a quarter of them in ``make test``."""
+    import hypothesis  # not for the ranks of a test, which import this file
+
     return hypothesis.settings(max_examples=n // 4 if FAST else n, deadline=None, **settings)
 
 
