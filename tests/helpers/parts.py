@@ -27,7 +27,7 @@ PARTS = {  # the longest first
     "speculation": ["tests/speculation", "tests/replay", "tests/kernels"],
     "lab": ["tests/lab"],
 }
-AT_ONCE = 2  # MLX uses one core for each on a CPU
+AT_ONCE = 3  # more than two cores: tests also wait for processes, reads and clients
 SAY_S = 60  # seconds between two lines about how far a part is
 say = partial(print, end="", flush=True)  # a line at once: two threads print
 
