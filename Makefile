@@ -34,7 +34,7 @@ numbers: $(READY)
 peers: $(READY)
 	$(BIN)/python data/recipes/peers.py install
 
-# Two parts at a time, one line for each: tests/helpers/parts.py. test-lab runs one of them.
+# Three parts at a time, one line for each: tests/helpers/parts.py. test-lab runs one of them.
 test: $(READY)
 	@$(BIN)/python tests/helpers/parts.py
 

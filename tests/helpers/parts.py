@@ -1,4 +1,4 @@
-"""Runs the tests in parts, two at a time: a line for each, then what failed, then the sum.
+"""Runs the tests in parts, three at a time: a line for each, then what failed, then the sum.
 
     python tests/helpers/parts.py [--all] [PART ...]
 
