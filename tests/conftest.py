@@ -13,6 +13,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import families
+import hypothesis
 import mlx.core as mx
 import psutil
 import pytest
@@ -28,6 +29,12 @@ from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
 from moelab.streaming.residency import layer
 from moelab.system import Linux
+
+# No test depends on how fast or busy a machine is.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 # Tests whose cases run in ``make test-all`` only, except every n-th case, or the cases in which
 # ``re.search`` finds the words. A slow case repeats a property on more families, seeds or settings

@@ -28,7 +28,7 @@ def tries(n: int, **settings):
     """Hypothesis's settings: ``n`` examples, a quarter of them in ``make test``."""
     import hypothesis  # not for the ranks of a test, which import this file
 
-    return hypothesis.settings(max_examples=n // 4 if FAST else n, deadline=None, **settings)
+    return hypothesis.settings(max_examples=n // 4 if FAST else n, **settings)
 
 
 needs_kernels = pytest.mark.skipif(
