@@ -1,9 +1,8 @@
 """Drafts for tiny-moe: tiny-dflash by blocks, tiny-draft by tokens, tiny-mtp from hidden states.
 
 The README of ``data/models/tiny-dflash`` has the commands. The drafts learn what the 4-bit target
-itself writes; their sizes are those of the ``config.json`` that ships. ``torch_drafts`` needs a
-CUDA GPU, PyTorch and fla-core, and neither MLX nor moelab; ``pack`` needs MLX. ``python -m moelab
-bench --draft`` measures how many tokens are accepted.
+itself writes. ``torch_drafts`` needs a CUDA GPU, PyTorch and fla-core, and neither MLX nor moelab;
+``pack`` needs MLX. ``python -m moelab bench --draft`` measures how many tokens are accepted.
 """
 
 import hashlib
@@ -14,9 +13,50 @@ from collections import Counter
 from pathlib import Path
 
 import corpus
-from tiny_moe import GROUP_SIZE, config_of
+from tiny_moe import GROUP_SIZE, TEXT_CONFIG
 
+BLOCK = 16  # b
+MASK_TOKEN = 2
+AS_TARGET = ("hidden_size", "num_attention_heads", "head_dim", "hidden_act", "rms_norm_eps")
+AS_TARGET += ("attention_bias", "max_position_embeddings", "vocab_size")
+AS_TARGET += ("pad_token_id", "eos_token_id")
+CONFIG = {name: TEXT_CONFIG[name] for name in AS_TARGET} | {
+    "model_type": "qwen3",
+    "intermediate_size": 768,
+    "num_key_value_heads": 4,
+    "rope_theta": 100000.0,
+    "rope_scaling": None,
+}
+# Decoder layers, target layers read (None: an autoregressive draft), and highest learning rate.
+DRAFTS = {
+    "tiny-dflash": (4, [1, 2, 4, 5], 0.016),
+    "tiny-draft": (3, None, 0.008),
+    "tiny-mtp": (1, None, 0.008),
+}
 NBYTES = 187_000_000  # of text
+
+
+def config_of(name):
+    """Make the config of a draft as its ``config.json`` will have it."""
+    depth, ids, _ = DRAFTS[name]
+    if name == "tiny-mtp":  # as mlx-community writes the heads of Qwen3.5
+        more = {"mtp_num_hidden_layers": depth, "mtp_use_dedicated_embeddings": False}
+        config = {"text_config": TEXT_CONFIG | more, "tie_word_embeddings": True}
+        return config | {"model_type": "qwen3_5_mtp", "block_size": 3}
+    config = CONFIG | {"num_hidden_layers": depth}
+    if ids is None:
+        return config | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
+    return config | {
+        "architectures": ["DFlashDraftModel"],
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "layer_types": ["full_attention"] * depth,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "block_size": BLOCK,
+        "num_target_layers": TEXT_CONFIG["num_hidden_layers"],
+        "dflash_config": {"target_layer_ids": ids, "mask_token_id": MASK_TOKEN},
+    }
 
 
 def write_text(site, model_dir, out):

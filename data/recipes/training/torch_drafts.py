@@ -18,13 +18,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tiny_moe import config_of
+from tiny_drafts import BLOCK, DRAFTS, MASK_TOKEN, config_of
 from torch import nn
 from torch_qwen import MLP, DecoderLayer, Heads, Writer, rotary_angles, rotate
 from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, opened
 
-DFLASH = config_of("tiny-dflash")
-BLOCK, MASK_TOKEN = DFLASH["block_size"], DFLASH["dflash_config"]["mask_token_id"]
 GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
 WARMUP = 50  # steps until the rate is at its highest
 # Tokens of a prompt and of a whole text, texts, texts in a step, anchors in a text, share of steps.
@@ -153,7 +151,6 @@ class MTP(nn.Module):
 
 
 KINDS = {"tiny-dflash": DFlash, "tiny-draft": Decoder, "tiny-mtp": MTP}
-RATES = {"tiny-dflash": 0.016, "tiny-draft": 0.008, "tiny-mtp": 0.008}  # the highest ones
 
 
 # Training
@@ -232,7 +229,7 @@ def train(model, embedding, texts, buckets, steps, generator, names):
             for layer in draft.layers:
                 layer.compile(dynamic=False)
         # The drafts' matrices have too many shapes to compile Muon.
-        optimizers[name] = Optimizer(draft, RATES[name], compiled=False)
+        optimizers[name] = Optimizer(draft, DRAFTS[name][2], compiled=False)
     ahead = torch.arange(BLOCK, device=device)
     weights = torch.exp(-ahead[:-1] / GAMMA)
     shares = torch.tensor([b["share"] for b in buckets])
@@ -288,7 +285,7 @@ def main(data, model_dir, out, steps=STEPS, *names):
     generator = torch.Generator().manual_seed(0)
     texts = write_texts(model, head, ids, buckets, generator)
     embedding = model.language_model.model.embed_tokens.weight
-    names = names or KINDS
+    names = names or DRAFTS
     optimizers, log = train(model, embedding, texts, buckets, int(steps), generator, names)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)

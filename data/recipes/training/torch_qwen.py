@@ -326,7 +326,7 @@ class Model(nn.Module):
 
 
 class Writer:
-    """Continue many texts of one length at once by the target.
+    """Continue many texts of one length at once by the target, with one CUDA graph per position.
 
     The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """
@@ -338,7 +338,7 @@ class Writer:
         device, dtype = head.device, self.model.norm.weight.dtype
         self.ids = torch.zeros(texts, length, dtype=torch.long, device=device)
         self.position = torch.zeros(1, dtype=torch.long, device=device)
-        self.states = []
+        self.states, self.graph = [], None
 
         def zeros(*shape, dtype=dtype):
             return torch.zeros(texts, *shape, dtype=dtype, device=device)
@@ -357,7 +357,7 @@ class Writer:
     def _step(self):
         x = self.model.embed_tokens(self.ids.index_select(1, self.position))
         for layer, state in zip(self.model.layers, self.states):
-            x = layer.forward(x, *state)[0]  # not compiled
+            x = layer.forward(x, *state)[0]  # not compiled: the graph needs no compilation
         logits = self.model.norm(x)[:, 0].float() @ self.head.T
         if self.sampled:
             some = logits[: self.sampled]
@@ -368,14 +368,28 @@ class Writer:
         token = torch.where(self.position < self.prompt, known, token)
         self.ids.index_copy_(1, self.position, token)
 
+    def _capture(self):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self._step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self._step()
+
     @torch.no_grad()
     def __call__(self, prompts):
         """Continue prompts [B, P] to texts [B, T]."""
+        if self.graph is None and prompts.is_cuda:
+            self._capture()
         for state in self.states:
             for t in state:
                 t.zero_()
         self.position.zero_()
         self.ids[:, : self.prompt] = prompts
         for _ in range(self.length - 1):
-            self._step()
+            self.graph.replay() if self.graph else self._step()
         return self.ids.clone()

@@ -237,16 +237,26 @@ def main(data, out, minutes=25, checkpoint=None):
         if clock is None:
             loss.item()  # waits for the device
             clock = time.perf_counter()
-        if step % 20 == 0:
-            loss.item()
-            spent = time.perf_counter() - clock
+        if step % 20:
+            continue
+        nats, before, spent = loss.item(), spent, time.perf_counter() - clock
+        if step % 100:
+            continue
+        line = {
+            "step": step,
+            "tokens": step * BATCH * LENGTH,
+            "seconds": round(spent, 1),
+            "loss": round(nats, 4),
+            "balance": round(balance.item(), 4),
+            "tokens_per_s": round(20 * BATCH * LENGTH / (spent - before)),
+        }
         if step % 500 == 0:
-            line = {"step": step, "seconds": round(spent, 1), "loss": round(loss.item(), 4)}
-            line |= {"balance": round(balance.item(), 4)}
-            line |= {"valid_bpb": round(evaluate(model, *held["valid"]), 4)}
-            log.append(line)
-            print(json.dumps(line), flush=True)
-            export(optimizer.masters, out)  # to resume from, if the machine is lost
+            line["valid_bpb"] = round(evaluate(model, *held["valid"]), 4)
+            if step % 2000 == 0:
+                export(optimizer.masters, out)  # to resume from, if the machine is lost
+            spent = time.perf_counter() - clock
+        log.append(line)
+        print(json.dumps(line), flush=True)
     report = {"log": log, "steps": step, "batch": BATCH, "length": LENGTH, "lr": RATE}
     report |= {"start": FALL_FROM, "decay": DECAY, "seconds": spent, "torch": torch.__version__}
     report["device"] = torch.cuda.get_device_name() if embedding.is_cuda else "cpu"
