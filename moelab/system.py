@@ -16,6 +16,16 @@ import numpy as np
 import psutil
 
 
+def on_cuda() -> bool:
+    """Whether MLX computes with its CUDA kernels."""
+    return mx.cuda.is_available() and mx.default_device() == mx.gpu
+
+
+def on_metal() -> bool:
+    """Whether MLX computes with its Metal kernels."""
+    return mx.metal.is_available() and mx.default_device() == mx.gpu
+
+
 class System:
     """An unknown system: its methods do nothing, and return None for what they cannot say."""
 

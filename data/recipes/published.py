@@ -127,7 +127,7 @@ def why_not(row):
 
 
 def by_source(table):
-    """Say how far off each source's predictions are."""
+    """Tabulate how far the predicted speeds are from each source's published ones."""
     off = factor(table.predicted_tok_s, table.tok_s)
     found = table.assign(factor=off).groupby("group")
     sources = {"side": found.side.first(), "n": found.size(), "factor": found.factor.median()}
@@ -272,7 +272,7 @@ def macs():
 
 
 def speeds():
-    """Say how far off the predictions are."""
+    """Tabulate how far the predicted speeds are from the published ones."""
     sources = by_source(predicted(counted()))
     return f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
 

@@ -4,19 +4,44 @@ This package reads and checks headers, but reads no tensors. ``python -m moelab 
 second layout (``packed``), in which the experts of a layer have a file of their own.
 """
 
-# ruff: noqa: F401, I001 (it hands them on)
-# fmt: off
+# ruff: noqa: F401 (it hands them on)
 
 from .checkpoint import (
-    FORKED, Checkpoint, check_config, check_fork, checked, mlx_lm_model, model_classes, remedy,
-    say, try_out,
+    FORKED,
+    Checkpoint,
+    check_config,
+    check_fork,
+    checked,
+    mlx_lm_model,
+    model_classes,
+    remedy,
+    say,
+    try_out,
 )
 from .files import (
-    CheckpointError, check_writable, describe, new_folder, read_json, readable, regular_file,
-    sample, shorten, temporary_folder,
+    CheckpointError,
+    check_writable,
+    describe,
+    new_folder,
+    read_json,
+    readable,
+    regular_file,
+    sample,
+    shorten,
+    temporary_folder,
 )
 from .headers import (
-    DTYPE_NAMES, DTYPES, GATE_UP, MAX_DIMENSION, PAGE_NBYTES, ExpertTensor, Tensor, header_bytes,
-    merge_headers, packed_header, packing_order, read_header,
+    DTYPE_NAMES,
+    DTYPES,
+    GATE_UP,
+    MAX_DIMENSION,
+    PAGE_NBYTES,
+    ExpertTensor,
+    Tensor,
+    header_bytes,
+    merge_headers,
+    packed_header,
+    packing_order,
+    read_header,
 )
 from .vlm import leaves

@@ -7,10 +7,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection
+from fractions import Fraction
 from functools import partial
 from typing import Any
-
-from mlx_lm import utils as mlx_lm_utils
 
 from ..checkpoint import shorten
 from ..configs import one_of
@@ -22,7 +21,7 @@ def _number(kind, what, least, most=10**9):
     def number(text):
         try:
             value = kind(text)
-        except (ValueError, KeyError, ArithmeticError):
+        except (ValueError, KeyError):
             value = math.nan
         if not least <= value <= most:  # true for nan as well
             raise argparse.ArgumentTypeError(
@@ -37,10 +36,17 @@ def _without_unit(text):
     return float(re.sub("(?i)gb?(/s)?$", "", text))
 
 
+def _whole_bytes(text):
+    digits, unit = re.fullmatch(r"([\d.]*)(.*)", text, re.DOTALL).groups()
+    value = Fraction(digits) * UNITS[unit.strip().upper()]
+    return int(value) if value.denominator == 1 else math.nan
+
+
+UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # those of mlx-lm's server
 at_least = partial(_number, int, "a whole number")
 between = partial(_number, float, "a number")
 gigabytes = partial(_number, _without_unit, "a number of GB", most=10**6)  # or GB/s
-nbytes = partial(_number, mlx_lm_utils._parse_size, "bytes, also as in 500MB or 2GB,")
+nbytes = partial(_number, _whole_bytes, "bytes, also as in 500MB or 2GB,")
 positive, zero_or_more = at_least(1), at_least(0)
 
 

@@ -16,9 +16,9 @@ from ..speculation.generate import speculative_generate
 from ..speculation.mtp import MTPDraft, is_head
 from ..speculation.policy import Policy
 from ..streaming.config import StreamConfig
-from ..streaming.cuda import on_cuda
 from ..streaming.model import load
 from ..streaming.session import session_of
+from ..system import on_cuda
 
 LOOKUP, MTP = "lookup", "mtp"
 
@@ -63,7 +63,7 @@ def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -
     if ranks is None or num_draft_tokens != "auto":
         return num_draft_tokens
     policy = learned_policy(model, draft)
-    # Rank 0 decides for all, since the ranks' times differ.
+    # Each rank measures other times, so rank 0 chooses for all ranks.
     policy.choose = lambda *given: ranks.gather(Policy.choose(policy, *given))[0]
     return policy
 

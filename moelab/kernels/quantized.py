@@ -26,8 +26,8 @@ FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side.
 # These rows lie far apart: a processor prefetches each of several streams that it reads in order.
-# Two cores of a Xeon read uncached weights at 29 GB/s with four rows far apart, and at 16 GB/s with
-# two adjacent rows.
+# Two cores of a Xeon read weights from memory at 29 GB/s if a task takes four rows that lie far
+# apart, and at 16 GB/s if it takes two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # How many int64 a task has. A task multiplies some rows of x with one matrix. Eight are
 # addresses: weights, scales, biases, x, sums of x, y, the task's row numbers in x, and those in y.

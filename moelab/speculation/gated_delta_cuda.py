@@ -7,6 +7,8 @@ from functools import cache
 
 import mlx.core as mx
 
+from ..system import on_cuda
+
 SOURCE = """
     const int lane = threadIdx.x, dv = blockIdx.y * blockDim.y + threadIdx.y, n = blockIdx.z;
     const int T = k_shape[1], Hk = k_shape[2], Hv = v_shape[2], Dv = v_shape[3];
@@ -51,7 +53,7 @@ def _kernel():
 def gated_delta(
     q, k, v, g, beta, state, mask=None, every: bool = False
 ) -> tuple[mx.array, mx.array]:
-    """Compute ``gated_delta_ops`` of mlx-lm, with ``every`` the states after each token."""
+    """Compute mlx-lm's ``gated_delta_ops``. If ``every``, return the state after each token."""
     B, T, Hv, Dv = v.shape
     y, states = _kernel()(
         inputs=[q, k, v, g, beta, state],
@@ -67,8 +69,7 @@ def gated_delta(
 def fits(k: mx.array, state: mx.array | None = None, mask: mx.array | None = None, **_) -> bool:
     """Whether the kernel applies to these arguments of mlx-lm's ``gated_delta_update``."""
     return (
-        mx.cuda.is_available()
-        and mx.default_device() == mx.gpu
+        on_cuda()
         and mask is None
         and (state is None or state.dtype == mx.float32)
         and k.shape[-1] % 32 == 0

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, BatchRotatingKVCache, RotatingKVCac
 
 from ..checkpoint import leaves
 from ..memory import STATES_NBYTES
+from ..system import on_metal
 from .recurrence import Tape, recorders, recording
 from .target import lock
 
@@ -132,8 +133,7 @@ class Rollback:
             return self.strategy == "states"
         caches = (c for c, _ in current.snapshots)
         state_nbytes = sum(c.nbytes for c in caches if isinstance(c, ArraysCache))
-        on_metal = mx.metal.is_available() and mx.default_device() == mx.gpu
-        return not on_metal and current.num_tokens * state_nbytes <= STATES_NBYTES
+        return not on_metal() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
         """Whether the first tapes, after all tokens of their pass, give what the caches hold."""

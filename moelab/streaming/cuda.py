@@ -1,9 +1,9 @@
 """Moves experts' bytes to a CUDA GPU, and routing to the host, through pinned memory.
 
-The pages of an MLX array that the host has touched move by page faults: bytes written in place take
-0.5 ms a MB, where the bus needs 0.03, and reading a layer's routing takes 0.15 ms. Here kernels in
-MLX's own graph do both. The kernel that copies starts before the reads have ended, and waits on the
-GPU for each of them. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+If the host writes into an MLX array, its pages move to the GPU by page faults. Experts written so
+take 0.5 ms a MB; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. Here kernels in
+MLX's own graph copy both. The kernel that copies starts before the reads have ended, and waits on
+the GPU for each of them. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from .. import kernels
+from ..system import on_cuda
 
 try:
     from cuda.bindings import nvrtc, runtime
@@ -32,16 +33,6 @@ MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
 THREADS, NUM_COPYING = 256, 132
 # After waiting this many seconds for its routing, a call asks MLX, which raises if a kernel failed.
 PATIENCE_S = 0.02
-
-
-def on_cuda() -> bool:
-    """Whether MLX computes with its CUDA kernels."""
-    return mx.cuda.is_available() and mx.default_device() == mx.gpu
-
-
-def on_metal() -> bool:
-    """Whether MLX computes with its Metal kernels."""
-    return mx.metal.is_available() and mx.default_device() == mx.gpu
 
 
 def available() -> bool:

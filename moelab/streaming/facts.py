@@ -13,9 +13,9 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, leaves, try_out
 from ..experts import expert_modules, expert_parameters, locate_experts, num_experts
+from ..system import on_metal
 from .build import build_model
 from .config import StreamConfig
-from .cuda import on_metal
 from .disk_embedding import DiskEmbedding
 from .residency.bank import slot_nbytes
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import kernels
 from ..experts import expert_modules, expert_parameters, num_experts
-from .cuda import on_cuda, on_metal
+from ..system import on_cuda, on_metal
 from .facts import FEW_TOKENS
 from .fused import SORTED_ROWS, can_fuse
 from .residency.bank import SlotBank
@@ -51,8 +51,8 @@ class StreamedExperts(nn.Module):
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
-        # A prefetcher sets this to ask the router: a call gives it the indices and computes
-        # nothing. It is no hook, so that the session can remove it after an interrupt.
+        # While a prefetcher asks the router, this is a function: a call gives it the router's
+        # indices and computes nothing. It is not a hook: after an interrupt the session clears it.
         self.probe = None
         # Makes a bank of S slots. It does not refer to this layer: no cycle keeps a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
@@ -175,7 +175,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
             self.session.residency.prefetch(self.index, *guess)
 
     def _bring(self, x, pairs, asked, computed=()):
-        """Yield a call's experts as they arrive; begin to read guessed ones after them."""
+        """Yield a call's experts as they arrive, then start the reads of guessed experts."""
         session = self.session
         guesses = session.residency.prefetches
         if guesses and self.expects:

@@ -1,6 +1,7 @@
 """Prefetching: a prefetcher guesses which experts this layer or the next one will need.
 
-Guessed experts are read at once past the page cache, or by threads after what a layer waits for.
+Past the page cache, guessed experts are read at once. Through it, threads read them; an expert that
+a layer waits for comes first.
 """
 
 from contextlib import suppress
@@ -12,8 +13,8 @@ import mlx.nn as nn
 import numpy as np
 
 from .. import kernels
+from ..system import on_cuda
 from .counters import Counting
-from .cuda import on_cuda
 from .facts import FEW_TOKENS
 from .residency.residency import Residency
 from .session import Session

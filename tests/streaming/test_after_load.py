@@ -204,7 +204,7 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
 
 
 def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
-    """So is a scale that is not a number. ``test_bad_input.py`` draws other damage to adapters."""
+    """A scale that is no number is refused, too. ``test_bad_input.py`` draws other damage."""
     keys = ["mlp.switch_mlp.gate_proj"]
     adapters = str(write_adapters(tmp_path / "adapters", random_tiny_moe, "lora", keys))
     streamed, resident = (moelab.StreamConfig(mode, slots=16) for mode in ("fused", "resident"))
