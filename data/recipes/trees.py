@@ -4,10 +4,10 @@
         [--prompts [126,400]] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
 TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
-``StreamConfig``, or ``limit=MB`` (0: none) in place of ``--limit``. A round runs all ways in
-random order, each in a new process. Under a limit (memory of the process and its page cache) the
-model's pages are dropped from the cache before each run. Prints medians and quartiles of each way's
-figures, and of these divided by the first way's.
+``StreamConfig``, ``policy=lru`` (``residency.table.EVICTION``), or ``limit=MB`` (0: none) in place
+of ``--limit``. A round runs all ways in random order, each in a new process. Under a limit (memory
+of the process and its page cache) the model's pages are dropped from the cache before each run.
+Prints medians and quartiles of each way's figures, and of these divided by the first way's.
 
 A run reads a prompt, then a recorded text token by token. All ways do the same work, and must
 choose the same tokens. The first ``--warm`` tokens are not timed. The warm-up round records a trace
@@ -39,6 +39,8 @@ def measure(model_path, options, file, first, warm, tokens, prompts, record, **_
     imported = time.perf_counter()
     if right := options.pop("right", 0) / 100:
         spoil(right, options.pop("found") / 100)
+    if policy := options.pop("policy", None):
+        moelab.StreamConfig.policy = policy
     model, _ = moelab.load(model_path, moelab.StreamConfig(**options))
     row = {"import": imported - begin, "load": time.perf_counter() - imported}
     if options.get("prefetch") == "oracle":
