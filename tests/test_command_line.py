@@ -506,7 +506,7 @@ CUTS = {  # a command of model M: where it is cut off, and what it says
 
 @pytest.mark.parametrize("command", CUTS)
 def test_ctrl_c_leaves_nothing(command, model_path, tmp_path):
-    """Not even one in a destructor, which loses exceptions. A child left would hold the pipes."""
+    """Also if it comes in a destructor, which loses it. A child left would hold the pipes."""
     cut, said = CUTS[command]
     script = CTRL_C.format(cut, command.replace("M", str(model_path)))
     done = subprocess.run(

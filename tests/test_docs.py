@@ -25,7 +25,7 @@ import notebooks
 from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
-DROPPED = ROOT / "docs/did_not_work.md"  # may have numbers: of code that is gone, with sources
+DROPPED = ROOT / "docs/did_not_work.md"  # its numbers are of code that is gone, and have sources
 SCORECARD = ROOT / "docs/scorecard.md"
 DOCUMENTS = (README, GUIDE, DROPPED, SCORECARD, *NOTEBOOKS)
 BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` writes

@@ -26,7 +26,7 @@ def no_delays():
 
 @pytest.fixture(scope="session")
 def mlx():
-    """Writes what mlx-lm does after a prompt, resident and with its own kernels."""
+    """Writes mlx-lm's continuation of a prompt, by a resident model and mlx-lm's own kernels."""
     model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # a text with its first space
     model.set_dtype(mx.float32)
     write = partial(mlx_lm.generate, model, tokenizer, max_tokens=16)

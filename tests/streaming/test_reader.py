@@ -102,7 +102,7 @@ def drop(file):
 
 
 def spread(n=40):
-    """Places of n ranges in one, two or three views, no two on one page."""
+    """Places of n ranges, no two on one page, each to be read into one, two or three views."""
     return [(4096 * i + i, [100 + i] * (1 + i % 3)) for i in range(n)]
 
 

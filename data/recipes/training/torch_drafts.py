@@ -212,7 +212,7 @@ def train(model, embedding, texts, buckets, steps, generator, names):
     """Train drafts side by side on the same batches; returns their optimizers and the log.
 
     A rate is constant after the warm-up, then falls to zero over the last 60% of the steps.
-    ``texts`` are those of each bucket. tiny-mtp ends on the grid of its 4-bit file.
+    ``texts`` are each bucket's. tiny-mtp's weights end on values that its 4-bit file can hold.
     """
     device, on_gpu = embedding.device, embedding.is_cuda
     blocks, distil = block_loss, distil_loss
