@@ -1,4 +1,4 @@
-"""The limit of open files: the soft one is raised for a model's files, the hard one stays.
+"""The soft limit of open files is raised for a model's files; the hard limit stays.
 
 mlx-lm sets both limits to its own numbers when it is imported. This fails if the hard limit is
 below 4096, and lowers a higher hard limit. Here mlx-lm is imported without setting the limits.

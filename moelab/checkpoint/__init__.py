@@ -4,7 +4,7 @@ This package reads and checks headers, but reads no tensors. ``python -m moelab 
 second layout (``packed``), in which the experts of a layer have a file of their own.
 """
 
-# ruff: noqa: F401 (it hands them on)
+# ruff: noqa: F401 (for other modules)
 
 from .checkpoint import (
     FORKED,

@@ -31,7 +31,7 @@ INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # parts with configuration objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
 # In these families a compiled function keeps the length of a process's first text, so texts of
-# other lengths get wrong tokens (0.7.10). Loading such a model ends MLX's compiling in the process.
+# other lengths get wrong tokens (0.7.10). Loading such a model turns off MLX's compiling.
 COMPILED_ONCE = {"hy_v4"}
 # Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
@@ -43,7 +43,7 @@ SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 class TextModel:
     """Mixed into the class of an mlx-vlm model; ``library`` is the module of its family."""
 
-    batches = False  # mlx-vlm's blocks need what mlx-lm's caches of several texts cannot do
+    batches = False  # mlx-lm's caches of several texts cannot do what mlx-vlm's blocks need
 
     def __init__(self, args: SimpleNamespace):
         super().__init__(args.config)
@@ -79,7 +79,7 @@ class TextModel:
     def cast_predicate(self):
         try:
             return self.language_model.cast_predicate
-        except (AttributeError, TypeError):  # glm_moe_dsa calls a property
+        except (AttributeError, TypeError):  # glm_moe_dsa calls a property as a function
             return lambda path: True
 
     @property
@@ -204,7 +204,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def library_of(config: dict[str, Any]) -> str:
-    """Return the library that has a model type, mlx-lm first. CheckpointError: neither has it."""
+    """Return the library that has a model type, mlx-lm if both do; CheckpointError: neither."""
     kind = str(config.get("model_type"))
     known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config or _has("mlx_lm", "models", known):

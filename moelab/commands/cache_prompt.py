@@ -1,4 +1,4 @@
-"""Read how a prompt begins, for generate --prompt-cache-file to go on."""
+"""Read the beginning of a prompt and save it for generate --prompt-cache-file."""
 
 import argparse
 import json

@@ -29,7 +29,7 @@ def open_draft(
     """Open a draft: ``lookup``, ``mtp`` (the head in the target's folder), or a folder's draft."""
     if draft is None:
         return None
-    if on_cuda():  # cuDNN plans attention anew for each length of text, and a round changes it
+    if on_cuda():  # cuDNN plans attention anew for each text length, which a round changes
         os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # read at the first attention
     if draft == LOOKUP:
         return LookupDraft()
@@ -71,7 +71,7 @@ def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -
 def write(
     model: nn.Module, tokenizer, prompt: list[int], draft: Draft | None, drafted: int | str, **given
 ) -> Iterator[GenerationResponse]:
-    """Write a text as ``mlx_lm.stream_generate`` does; a draft guesses ``drafted`` a round."""
+    """Write a text as ``stream_generate`` does; a draft guesses ``drafted`` tokens in a round."""
     if draft is None:
         return stream_generate(model, tokenizer, prompt, **given)
     given["num_draft_tokens"] = shared_policy(model, draft, drafted)

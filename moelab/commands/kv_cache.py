@@ -174,7 +174,7 @@ def _check_fit(cache, made_of, name, checkpoint, model):
 class PromptFiles:
     """Prompt cache files that a server reads at its start and writes at its end, in one folder.
 
-    A file that is damaged, or that another model, draft or other options made, is left alone, and
+    Damaged files, and files that another model, draft or other options made, are left alone;
     stderr says why. A ValueError says why ``--prompt-cache-dir`` cannot be used.
     """
 
@@ -241,7 +241,7 @@ def _left_alone(file):
 
 
 def _made_by(args, config):
-    """Hash what decides the numbers in a text's caches: files by size and time, options."""
+    """Hash what a text's caches depend on: the options, and the files' sizes and times."""
     folders = find(args.model), args.adapter_path, args.draft_model
     files = [f.resolve() for folder in folders if folder for f in Path(folder).glob("*")]
     files = sorted(f for f in files if f.suffix in (".safetensors", ".json"))

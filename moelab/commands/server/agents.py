@@ -79,7 +79,7 @@ System = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value, 
 
 
 class ItemsRequest(ChatRequest):
-    """A request of items or blocks. It becomes a chat's, without log probabilities."""
+    """A request of items or blocks. It becomes a chat's request, without log probabilities."""
 
     n: Literal[1] = 1
     logprobs: Literal[False] = False
@@ -99,7 +99,7 @@ class ItemsRequest(ChatRequest):
         messages = []
         for piece in self.system + self.messages:
             role, before = piece.pop("role"), messages[-1]["role"] if messages else "system"
-            # Claude Code begins a text that no model should read with this.
+            # Claude Code sends a text that begins so; no model should read it.
             if role == "system" and piece["content"].startswith("x-anthropic-billing-header:"):
                 continue
             if role in ("system", "developer"):

@@ -37,11 +37,11 @@ class Served:
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
-    has_states: bool = False  # its caches cannot drop their last tokens, so states are kept
+    has_states: bool = False  # whether caches cannot drop their last tokens; then states are kept
     is_batchable: bool = False
     context: float = inf  # tokens of a text that memory is planned for
     room: float = inf  # how many texts of ``context`` tokens have caches that fit in memory
-    most_texts: int = 1  # at once
+    most_texts: int = 1  # texts written at once
 
     def fits(self, sizes: list[int]) -> bool:
         """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
@@ -65,7 +65,7 @@ class Ask:
     form: str | None = None  # the text goes on as this grammar says (``grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
     logprobs: int | None = None  # how many likely tokens to tell; None: no log probabilities
-    echo: bool = False  # the prompt's tokens have log probabilities too; with ``logprobs``
+    echo: bool = False  # with ``logprobs``: log probabilities of the prompt's tokens too
     num_draft_tokens: int | str = "auto"
     # Places in ``tokens`` where a later prompt may begin to differ, each with mlx-lm's type of
     # cache.
@@ -73,7 +73,7 @@ class Ask:
     is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
 
     def __post_init__(self):
-        bias = self.penalties.get("logit_bias", {})  # JSON makes texts of its keys
+        bias = self.penalties.get("logit_bias", {})  # JSON's keys are texts
         self.penalties = self.penalties | {"logit_bias": {int(k): v for k, v in bias.items()}}
 
 
@@ -94,7 +94,7 @@ class Usage(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A text, a thought or a call in an answer. ``text`` of a call is the JSON of an object."""
+    """A text, a thought or a call in an answer. A call's ``text`` is a JSON object."""
 
     kind: str  # content, reasoning or call
     text: str

@@ -6,7 +6,7 @@ from itertools import accumulate
 from .ask import Body, Part
 from .requests import Asked, ChatRequest, CompletionRequest, Dialect
 
-NAMES = [("cmpl", "text_completion", "text_completion")]  # of ids; of answers, whole and in parts
+NAMES = [("cmpl", "text_completion", "text_completion")]  # of ids, of whole answers, of parts
 NAMES += [("chatcmpl", "chat.completion", "chat.completion.chunk")]
 
 
@@ -14,7 +14,7 @@ class _Choices:
     """An answer that has a choice for each text."""
 
     def __init__(self, asked: Asked):
-        # ``asked`` is not kept: it has this answer, and a cycle stays until Python collects it.
+        # ``asked`` is not kept: it refers to this answer, and cycles are freed late.
         self._asks, self._request = asked.asks, asked.request
         self._tokenizer = asked.served.tokenizer
         self._detokenizer, self._told = self._tokenizer.detokenizer, {}
@@ -66,7 +66,7 @@ class _Choices:
         text, begun = part.text, self._request.prompt[index // self._request.n]
         if self._request.echo and index not in self._told:
             if not isinstance(begun, str):
-                half = self._detokenizer.begin(begun)  # the answer's text has the half character
+                half = self._detokenizer.begin(begun)  # the answer completes this character
                 begun = self._tokenizer.decode(begun).rstrip("\ufffd" * half)
             text = begun + text
         rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]
@@ -75,7 +75,7 @@ class _Choices:
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
         scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
         scores["token_logprobs"] = [row["logprob"] for row in rows]
-        # Of tokens with equal text the likeliest stays. The prompt's first has no probability.
+        # Of tokens with equal text the likeliest stays. A prompt's first has no probability.
         tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]

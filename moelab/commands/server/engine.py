@@ -46,7 +46,7 @@ class _Text:
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
         self.tokens, self.prompt_size = ask.tokens, len(ask.tokens)  # ``_open`` copies the tokens
-        self.place = "waiting"  # for memory; later "reading", "alone" or "batch"
+        self.place = "waiting"  # waits for memory; later "reading", "alone" or "batch"
         self.cache, self.read, self.cached, self.cuts = None, 0, 0, {}
         self.uid = None  # the text's number in the batch
         self.steps = None  # yields the text's tokens, if a draft helps to write them
@@ -55,7 +55,7 @@ class _Text:
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
         self._detokenizer.begin(ask.tokens)
         self._stops, self._decoded, self._told = Stops(ask.stops), 0, 0
-        self._held = []  # tokens that are not told yet, each with where its text begins
+        self._held = []  # tokens not yet told to the client, and where their texts begin
 
     @property
     def size(self) -> int:
@@ -112,7 +112,7 @@ class Engine:
         self.served, self.prompts, self._ranks = served, prompts, served.ranks
         self._quantized = quantized_given(served.args)
         self._inbox, self._numbers = queue.SimpleQueue(), itertools.count(1)
-        self._tells, self._error = {}, None  # by the texts' numbers; what ended the thread
+        self._tells, self._error = {}, None  # by text number; the error that ended the thread
         self._texts, self._batch = {}, None  # texts by number, in the order of their last moves
         # When the next part of a long prompt is due, and when there last were several texts.
         self._due_s = self._busy_s = 0.0
@@ -230,7 +230,7 @@ class Engine:
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
-        """Do some work for a text or the batch; an error ends its texts (with ranks, all)."""
+        """Do some work for a text or the batch; an error ends its texts (with ranks, all texts)."""
         try:
             work(*texts)
         except Exception as e:

@@ -1,4 +1,4 @@
-"""The form of a text, if one is asked for (JSON of a schema, or calls), by llguidance's masks.
+"""Keeps a text to the form that a request asks for (JSON of a schema, or calls), by llguidance.
 
 llguidance is imported only where a request needs it (the extra ``moelab[schema]``).
 """
@@ -129,7 +129,7 @@ def _call(tokenizer, functions):
 
 
 def _json(schema):
-    one_space = {"whitespace_pattern": " "}  # at most: some models write spaces without end
+    one_space = {"whitespace_pattern": " "}  # at most one: some models write spaces without end
     return f"%json {json.dumps(schema | {'x-guidance': one_space})}"
 
 
@@ -151,7 +151,7 @@ def _vocabulary(tokenizer):
 
 
 class Mask:
-    """A logits processor: only what a grammar takes can follow a prompt of ``size`` tokens."""
+    """A logits processor that allows only a grammar's texts after a prompt of ``size`` tokens."""
 
     def __init__(self, text: str, tokenizer: TokenizerWrapper, size: int):
         self._matcher, self._size = _matcher(text, tokenizer).deep_copy(), size

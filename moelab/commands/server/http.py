@@ -32,7 +32,7 @@ from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 SILENT_S = 30  # a client that sends no whole request, or takes nothing, is dropped after this
-KEEPALIVE_S = 4  # a stream without events for this time sends one that keeps the stream alive
+KEEPALIVE_S = 4  # after this time without events, a stream gets one that keeps it alive
 GRACE_S = 2  # at Ctrl-C, the time that clients have to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
 SMALL_NBYTES = 2**14  # of a small request; 16 small ones are taken however short memory is
@@ -50,7 +50,7 @@ def app(engine: Engine, served: Served, origins: Sequence[str] = ()) -> CORSMidd
     fixed[f"/v1/models/{served.name}"] = card
     ways = [(path, JSONResponse(said), "GET") for path, said in fixed.items()]
     ways += [(d.path, _Endpoint(d, engine, served, origins), "POST") for d in DIALECTS]
-    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # base URLs may lack it
+    ways += [(path.removeprefix("/v1"), *way) for path, *way in ways]  # base URLs may lack /v1
     routes = [Route(path, endpoint, methods=[method]) for path, endpoint, method in ways]
 
     async def refuse(request, error):
@@ -149,7 +149,7 @@ class _Endpoint:
         try:
             tell(Asked(self.dialect, parsed(body), self.served))
         except (Exception, SystemExit) as error:
-            tell(error.with_traceback(None))  # its traceback would keep the body
+            tell(error.with_traceback(None))  # its traceback would keep the body in memory
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""

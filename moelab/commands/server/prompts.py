@@ -24,9 +24,9 @@ class _Kept(list):
 class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
-    While less than ``free_nbytes`` of memory are free, prompts are forgotten; on ranks it is 0,
-    since all ranks must keep the same prompts. ``files`` (``PromptFiles``) has what an earlier
-    server kept, and ``close`` saves what this server keeps. One thread calls the methods.
+    While less than ``free_nbytes`` of memory are free, prompts are forgotten. With ranks the number
+    is 0, since all ranks must keep the same prompts. ``files`` (``PromptFiles``) has what an
+    earlier server kept, and ``close`` saves what this server keeps. One thread calls the methods.
     """
 
     def __init__(self, size=10, nbytes=sys.maxsize, free_nbytes=0, files=None):

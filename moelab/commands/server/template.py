@@ -31,7 +31,7 @@ def chat_tokens(
     messages = [_message(message, system) for message in messages]
     last, begun, first = messages[-1], {"add_generation_prompt": True}, ""
     if last["role"] == "assistant" and last["content"] and not last.get("tool_calls"):
-        # The last message goes on. Without a template, mlx-lm would begin another with ``first``.
+        # The answer continues the last message. Without a template, mlx-lm would add ``first``.
         begun = {"add_generation_prompt": False, "continue_final_message": True}
         first = "\nASSISTANT:"
     if not tokenizer.has_chat_template:
@@ -75,6 +75,6 @@ def _message(message, system):
     message["role"] = system if message["role"] == "developer" else message["role"]
     for call in message.get("tool_calls", []):
         call["function"]["arguments"] = call["function"].get("arguments") or {}
-    if "reasoning" in message:  # this server's name; templates know the other
+    if "reasoning" in message:  # this server's name for ``reasoning_content``
         message.setdefault("reasoning_content", message["reasoning"])
     return message
