@@ -5,7 +5,7 @@ core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is 
 builds the kernels, ``team`` runs them on all cores, and ``use(model)`` puts them into a model.
 """
 
-# ruff: noqa: F401 (it hands them on)
+# ruff: noqa: F401 (for other modules)
 
 from . import gated_delta
 from .blocks import GatedDelta, Recurred

@@ -3,7 +3,7 @@
 MLX's attention is two products of its BLAS: the reference BLAS in its Linux packages. Here values
 are added key after key, and a masked key adds exactly 0 to a query that sees any other key. So a
 token's result does not depend on how a text is divided into passes, if the cache holds the keys in
-order. A full rotating cache (gpt_oss, afmoe) holds them in another order, so there it does depend.
+order. A full rotating cache (gpt_oss, afmoe) holds them in another order: there the result depends.
 
 Sums of n values overflow where a value exceeds float32's largest number / n. Then, and where a
 score overflows, the result is inf or NaN, and MLX's may be finite.

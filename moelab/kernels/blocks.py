@@ -125,7 +125,7 @@ class GatedDelta(Block):
         return [z if a is None else np.ascontiguousarray(a) for a, z in zip(given, zeros)]
 
     def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
-        """Put into a cache what the next tokens need (state: ``state`` or a copy of the pass's)."""
+        """Put into a cache what the next tokens need (``state`` None: a copy of the pass's)."""
         cache[0], cache[1] = to_mlx(did.after), to_mlx(did.state) if state is None else state
         cache.advance(len(did.y) // len(did.after))
         if self.recorder is not None:

@@ -31,7 +31,7 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit; the program ``placed`` may compute one token, in its ``y``.
+        None if the kernels do not fit. The program ``placed`` may compute one token into its ``y``.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:

@@ -77,7 +77,7 @@ class Layer(blocks.Block):
 
 
 class DeltaPass:
-    """The record of a ``GatedDelta35`` for a short pass, in one program (``end`` is ``first``)."""
+    """The record of a ``GatedDelta35`` for a short pass: one program, ``end``."""
 
     def __init__(self, mixer, x, first):
         self._mixer, self._zeros = mixer, mixer.zeros(1)
@@ -112,7 +112,7 @@ class DeltaPass:
 
 
 class AttentionPass:
-    """The record of an ``Attention`` for a short pass, as ``DeltaPass``."""
+    """The record of an ``Attention`` for a short pass, like ``DeltaPass``."""
 
     def __init__(self, mixer, x, first):
         self._mixer, self._first, found = mixer, first, mixer.own_matrices()

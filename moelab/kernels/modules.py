@@ -47,7 +47,7 @@ def describe() -> str:
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels; return whether they fit, None without a matrix."""
+    """Let a module compute with the kernels; return whether they fit (None: no matrix)."""
     cls = type(module)
     if cls not in FAST:
         if _is_mlp(cls):

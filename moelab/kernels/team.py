@@ -91,7 +91,7 @@ class Program:
         self._sequence(ctypes.addressof(self._table), len(self._calls))
 
     def _link(self):
-        """Make a table of functions and arguments. A call in pieces is one of ``Team.lead``."""
+        """Make a table of functions and arguments; a call in pieces calls ``Team.lead``."""
         team, rows, self._leads = _team(), [], []
         for kernel, arguments, pieces in self._calls:
             if pieces > 1 and team is not None:

@@ -112,7 +112,7 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put T tokens, by features ``[B, T, n * D]``, into the cache; the caller evaluates it."""
+        """Put T tokens' features ``[B, T, n * D]`` into the cache; the caller evaluates it."""
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
             a, heads = layer.self_attn, (*context.shape[:2], self.args.num_key_value_heads, -1)
@@ -120,7 +120,7 @@ class DFlashModel(nn.Module):
             k = a.rope(a.k_norm(k).swapaxes(1, 2), offset=c.offset)
             c.update_and_fetch(k, v.swapaxes(1, 2))
             if features.shape[1] >= QUEUED_TOKENS:
-                mx.eval(c.state)  # MLX copies a cache that grows: here one layer's at a time
+                mx.eval(c.state)  # MLX copies a cache that grows: copy one layer's at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
         """Compute a block x ``[B, b, D]`` after the cached context; the cache stays the same."""

@@ -1,7 +1,7 @@
 """Speculative decoding: several tokens for one pass, and the text that mlx-lm writes.
 
 The text is that of ``mlx_lm.stream_generate`` with the same ``mx.random.seed``, at any temperature
-and with any draft, but for the rounding of longer passes. A round of ``_Rounds`` has these steps:
+and with any draft, except for rounding in longer passes. A round of ``_Rounds`` has these steps:
 
     ask the policy     how many tokens to draft, 0 included             (``policy``)
     propose            the draft guesses these tokens                   (``drafts``, ``dflash``)
@@ -46,7 +46,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # drafted tokens that the target chose too, without its own next token
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # from then to the target's tokens; without drafts: to the last token
+    verify_s: float = 0.0  # seconds of the verify pass; without drafts: until the last token came
 
 
 @dataclass
@@ -176,7 +176,7 @@ def speculative_generate_step(
         for i in range(0, prompt.size - 1, prefill_step_size):
             end = min(i + prefill_step_size, prompt.size - 1)
             target.prefill(prompt[i:end], policy)
-            if num_draft_tokens != 0:  # now, since unread features take memory
+            if num_draft_tokens != 0:  # read now, since unread features take memory
                 begin = time.perf_counter()
                 target.draft.catch_up()
                 draft_s += time.perf_counter() - begin

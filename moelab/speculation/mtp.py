@@ -178,7 +178,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         if "text_config" in config:
             changes = {"text_config": config["text_config"] | ONE_LAYER}
         if "quantization" in config or "quantization_config" not in config:
-            # config.json names single modules otherwise; mlx-lm infers theirs from the shapes.
+            # config.json names single modules otherwise; mlx-lm infers their bits from shapes.
             said = config.get("quantization", {"group_size": 64, "bits": 4})
             changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 

@@ -24,7 +24,7 @@ PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
 # a prompt's position each. If no prompt was timed, each costs a third of an undrafted token.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
-NUM_TIMES = 16  # latest times that a median or minimum is taken of
+NUM_TIMES = 16  # latest times, of which a median or minimum is taken
 NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or positions
 
 
@@ -53,8 +53,8 @@ class Policy:
         self._unused = set(self._numbers)  # numbers of drafts that were not tried yet
         self.plain_s = float("nan")  # seconds of a token without drafts
         self._plain_s = deque(maxlen=NUM_TIMES)
-        self._verify_s = _Seconds()  # by the positions of a pass
-        self._draft_s = _Seconds()  # by the tokens drafted
+        self._verify_s = _Seconds()  # of a pass, by its number of positions
+        self._draft_s = _Seconds()  # of drafting, by the number of tokens
         self._missed_s = deque(maxlen=NUM_TIMES)  # (tokens, seconds) of the draft's reads
         self._num_prompts = 0  # prompts that the draft has read
         self._position_s = None  # seconds of each position of a prompt
@@ -170,7 +170,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # Times of a single number count for all numbers: a block draft makes any in one pass.
+        # If one number was timed, its times count for all: a block draft takes one pass for any.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:
