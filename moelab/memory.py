@@ -23,7 +23,7 @@ MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
 # The most bytes of recurrent states that are kept for the positions of one verify pass; for more,
 # the recurrence is computed again.
 STATES_NBYTES = 256 * 2**20
-# Seconds to bring a page back. Linux: 4 KB from a swap file on an SSD (measured; from zram less).
+# Seconds to swap a page in. Linux: 4 KB from a swap file on an SSD (measured; from zram less).
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # The memory that macOS and other programs need is assumed to be lognormal: ``NEED_NBYTES`` is the

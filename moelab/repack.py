@@ -29,8 +29,8 @@ from .streaming.reading.reader import Reader
 from .streaming.residency.bank import ranges
 
 # ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each; after
-# ``MEASURE_S``, ``FEWEST`` pairs are enough. The first pair, whose memory was never used, does not
-# count.
+# ``MEASURE_S``, ``FEWEST`` pairs are enough. The first pair does not count: its memory was not
+# used before.
 SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
 
 
@@ -46,7 +46,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text would decode whose ``time_s`` has ``wait_s`` of waits."""
+        """How many times as fast a text would decode that waits ``wait_s`` of ``time_s``."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -189,7 +189,7 @@ def repack(
 
 
 class _Layer:
-    """The experts of one layer; ``write`` has MLX read one parameter of them after another."""
+    """The experts of one layer; ``write`` lets MLX read one parameter of all experts at a time."""
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)

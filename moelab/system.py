@@ -161,7 +161,7 @@ class Mac(System):
             raise OSError("macOS does not say how much memory is free (host_statistics64)")
         free = int(counts[self.FREE]) + int(counts[self.INACTIVE])  # as psutil counts
         page, held = os.sysconf("SC_PAGE_SIZE"), mx.get_active_memory() + mx.get_cache_memory()
-        # The kernel repeats an answer if it is asked often: it does not know what MLX did since.
+        # The kernel repeats an answer if it is asked often: the answer lacks what MLX did since.
         if not np.array_equal(counts, self._last[0]):
             self._last = counts, held
         return os.sysconf("SC_PHYS_PAGES") * page, free * page + self._last[1] - held

@@ -42,7 +42,7 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
 
 
 def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
-    """Make the modes' configurations from the options; a useless option ends the command."""
+    """Make the modes' configurations from the options; an option without effect is an error."""
     configs = parse_modes(args.modes, stream_config(args))
     check_stream_options(args, configs)
     return configs

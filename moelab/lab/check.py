@@ -160,7 +160,7 @@ def _slots_of(model, settings, rows):
 
 
 def _compared(model, p, rows):
-    """Compare streamed texts with resident texts; where not every expert fits, with ``stacked``."""
+    """Compare streamed texts with resident ones, or with ``stacked`` if not every expert fits."""
     few = max(p.top_k, p.slots // 2)
     ways = p.config, replace(p.config, mode="stacked", slots=few)
     if p.slots == p.num_experts:  # every expert fits: stream the model with fewer slots
@@ -185,7 +185,7 @@ def _compared(model, p, rows):
 
 
 def _decoded(path, config, bar):
-    """Yield a row for a prompt, read after the files' pages were dropped, then a row per text."""
+    """Drop the files' pages, read a prompt and yield its row; then yield a row for each text."""
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:

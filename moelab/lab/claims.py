@@ -86,7 +86,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """Give the reason in a sentence: the file's, or how many regimes say so, and the first."""
+        """Give the reason in a sentence: the claim's own, or the count of regimes and the first."""
         verdict = self.verdict
         if found := self.claim.get("cannot") or self.claim.get("why", {}).get(verdict):
             return found

@@ -84,7 +84,7 @@ def read_speed(
 ) -> float:
     """Measure random reads of a file in bytes per second; ``cold`` first drops the file's pages.
 
-    ``direct`` reads past the page cache, whose work can take longer than the disk's. Then
+    ``direct`` reads past the page cache, as its work can take longer than the disk's. Then
     ``nbytes`` must be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)

@@ -266,7 +266,7 @@ def interleave(
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
-    hidden = not progress or (False if "ipykernel" in sys.modules else None)  # None: no terminal
+    hidden = not progress or (False if "ipykernel" in sys.modules else None)  # None: if no terminal
     with tqdm(total=total, desc=kind, unit="run", leave=False, disable=hidden) as bar:
         for i in range(-warmup, runs):
             same = each_round(i) if each_round else {}
@@ -337,7 +337,7 @@ class Running:
 
 
 def _unrooted(word):
-    """A word of a command line; of an absolute path (also as ``NAME=PATH``) only the last name."""
+    """Cut an absolute path in a command's word (also ``NAME=PATH``) down to its last name."""
     name, equals, path = word.rpartition("=")
     return name + equals + (os.path.basename(path) if os.path.isabs(path) else path)
 

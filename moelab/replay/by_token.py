@@ -13,7 +13,7 @@ from .locality import decode_trace, lru_hit_rate
 
 SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds (routes) serves a single token
+KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds (routes) has one token each
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")

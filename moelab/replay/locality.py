@@ -176,7 +176,7 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     """Find the parameters with which ``synthesize`` makes traces like this one.
 
     Each round keeps for each layer the candidate whose ``_features`` are nearest, and the next one
-    searches around it. If tokens were decoded, only these count.
+    searches around it. Only decoded tokens count, if there are any.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape

@@ -56,7 +56,7 @@ class Machine:
     """A machine's memory, and the rates and times of a token on it."""
 
     ram_nbytes: float
-    taken_nbytes: float  # the system and other programs take this much of it
+    taken_nbytes: float  # memory that the system and other programs take
     disk_bytes_per_s: float  # the engine reads experts from the SSD at this rate
     weights_bytes_per_s: float  # a token goes through the weights that it needs at this rate
     layer_s: float  # seconds of a layer beside its weights

@@ -116,10 +116,10 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
     The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
     only read. A new page goes to the head of the inactive list, and to the active list if it is
     read again there. The inactive list's tail is reclaimed. While the active list is more than r
-    times as long as the inactive one, its tail moves there: r is 1 below 1 GiB, sqrt(10 n) for n
-    GiB. A reclaimed page that is read again goes to the active list if, since its reclaim, there
-    were at most as many reclaims and activations as that list has pages. ``units`` ``[N]`` are in
-    the order of reading.
+    times as long as the inactive one, its tail moves to the inactive list. r is 1 below 1 GiB,
+    sqrt(10 n) for n GiB. A reclaimed page that is read again goes to the active list if, since its
+    reclaim, there were at most as many reclaims and activations as that list has pages. ``units``
+    ``[N]`` are in the order of reading.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)

@@ -43,7 +43,7 @@ HELD, HELD_NBYTES = "all in slots", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = None) -> Costs:
-    """Measure a replay's costs, without pandas; ``tell`` (None: stderr) if others disturb."""
+    """Measure a replay's costs without pandas; ``tell`` (None: stderr) gets what disturbed."""
     record = samples_of(path, tokens=tokens)
     if told := records.busy(record["load"]):
         said = f"{told}, so this machine looks slower than it is. Close them and try again."

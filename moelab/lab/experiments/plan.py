@@ -33,7 +33,7 @@ from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
 # A speed is probably within this factor of its plan. ``FORMULA_NEAR`` says how many sources were
-# that near to a plan whose formula was not fitted to them. ``OWN_NEAR`` says it of our own
+# that near to a plan whose formula was not fitted to them. ``OWN_NEAR`` says the same of our own
 # settings, planned with measured costs (data/recipes/published.py).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
@@ -301,7 +301,7 @@ def _machine(name, bits, ram, ssd, chip, cores):
 
 
 def _ram_nbytes(ram, is_mac=None):
-    """Return the bytes of ``ram`` GB, which are GiB for a Mac (None: if this is one)."""
+    """Return the bytes of ``ram`` GB; a Mac's are GiB (``is_mac`` None: as on this machine)."""
     is_mac = mx.metal.is_available() if is_mac is None else is_mac
     return ram and ram * (2**30 if is_mac else 10**9)
 

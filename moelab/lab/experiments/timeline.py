@@ -47,7 +47,7 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# These calls are noted only inside the given ones, so that a kernel inside a read counts as
+# These calls are noted only inside the given calls, so that a kernel inside a read counts as
 # reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted

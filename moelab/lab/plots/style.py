@@ -22,7 +22,7 @@ GREY = "#595959"
 
 # All in pixels, except ``NARROW_CHARACTERS`` (an axis title on a phone) and ``LEGEND_CHARACTERS``.
 PLOT_HEIGHT = 300
-TOP, FOOTER = 22, 54  # above the plot; below it: ticks and axis title
+TOP, FOOTER = 22, 54  # room above the plot; below it, for ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 260  # room for a legend on a page and on a phone
 NARROW_CHARACTERS, LEGEND_CHARACTERS = 28, 38
@@ -136,7 +136,7 @@ def figure(
     above the figure as text; the legend's height is added to ``height``.
     """
     cards = list({str(card): card for card in cards}.values())
-    hosts = {}  # by host: when it was measured, as the engine changes
+    hosts = {}  # by host: the dates and engines of its records
     for card in cards:
         of = card or this_card()
         host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"

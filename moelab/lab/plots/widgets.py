@@ -109,7 +109,7 @@ class Explorer:
             self._button.disabled = False
 
     def _draw(self, fig: go.Figure):
-        """Show a figure; the room for its title never shrinks, nor do axes that do not follow."""
+        """Show a figure; the room for its title never shrinks, nor do axes without ``follow``."""
         self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
             if axis.range and not self._follow:
