@@ -2,8 +2,9 @@
 
 If the host writes into an MLX array, its pages move to the GPU by page faults. Experts written so
 take 0.5 ms a MB; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. Here kernels in
-MLX's own graph copy both. The kernel that copies starts before the reads have ended, and waits on
-the GPU for each of them. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+MLX's own graph copy experts and routing. The kernel that copies starts before the reads have ended,
+and waits on the GPU for each of them. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns
+it off.
 """
 
 import ctypes
@@ -199,7 +200,7 @@ class Mailbox:
         return self._sent
 
     def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
-        """Return a zero ``[1]``, computed after ``after`` and at most ``MAX_COPIES`` copies."""
+        """Return a zero ``[1]``, computed after ``after`` and up to ``MAX_COPIES`` copies."""
         return self.send(np.zeros(1, np.uint32), self._one, copies, after)
 
     def wait(self) -> None:

@@ -95,7 +95,7 @@ class ModelFacts:
 
     @property
     def kept_nbytes(self) -> int:
-        """The bytes of everything but the slots that stays in memory."""
+        """The bytes of everything that stays in memory, except the slots."""
         return self.backbone_nbytes + self.resident_nbytes
 
     @property
@@ -245,7 +245,7 @@ def _token_values(model, linears, checkpoint, config, top_k):
 
 
 def _outputs(model):
-    """Return the most values that one block's matrices, except experts, give for a token."""
+    """Return how many outputs the matrices of the largest block have, without experts."""
     outputs = Counter()
     for path, module in model.named_modules():
         layer = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)

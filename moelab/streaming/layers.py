@@ -244,7 +244,7 @@ class Fused(Stacked):
 
 
 class Parts(Pairs):
-    """Pairs that MLX computes in parts, to ``computed [n, 1, D]``; ``size``: those of all ranks."""
+    """Pairs that MLX computes in parts, to ``computed [n, 1, D]``; ``size``: all ranks' pairs."""
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)

@@ -91,9 +91,9 @@ class Plan:
     # its only other argument. mlx-lm's ``prefill_step_size``, set to this, also saves the memory of
     # logits.
     prompt_tokens: int = PROMPT_TOKENS
-    # Whether experts are read past the page cache (Linux). With reads "auto" they are on a CPU with
-    # more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be small.
-    # A small one holds much the same experts as the slots, and a copy takes a core's time.
+    # Whether experts are read past the page cache (Linux). With reads "auto" this is true on a CPU
+    # with more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be
+    # small. A small one holds much the same experts as the slots, and a copy takes a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -188,7 +188,7 @@ def plan_of(
     if draft is not None:
         config, nbytes = _beside(draft, facts, config)
         reserved += nbytes
-    mx.clear_cache()  # so that memory counts as available that ``facts_of`` or a former model freed
+    mx.clear_cache()  # memory that ``facts_of`` or a former model freed must count as available
     return_free_memory()
     given, there = config.memory_nbytes, (0, 0)
     if most is None:
@@ -263,7 +263,7 @@ def plan_of(
 
 def _beside(draft, facts, config):
     """Take a draft's weights off the config's memory; return config and bytes to reserve."""
-    if config.memory_nbytes is not None:  # available memory is measured without these
+    if config.memory_nbytes is not None:  # the memory that is still free excludes them
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))

@@ -40,7 +40,7 @@ class Prefetcher:
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """Arrays that ``guess`` needs, to evaluate with the routing of a layer with input ``x``."""
+        """Arrays for ``guess``, to evaluate with a layer's routing; ``x`` is the layer's input."""
         return []
 
     def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
@@ -72,7 +72,7 @@ class Lookahead(Prefetcher):
             x = kernels.to_mlx(x.x)
         asked = []
         experts = self._layers[layer + 1]
-        experts.probe = asked.append  # they note the block's choice
+        experts.probe = asked.append  # gets the block's choice
         try:
             self._blocks[layer + 1](x if x.ndim > 2 else x[None])
         finally:
@@ -127,7 +127,7 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return the experts to read, and to keep, of ``likely`` ones ``[n, asks_early]``."""
+        """Choose from ``likely`` experts ``[n, asks_early]`` those to read and those to keep."""
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
@@ -158,7 +158,7 @@ def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
 class Auto:
     """Turns the prefetcher on and off from call to call, by a ``Trial`` for each number of tokens.
 
-    A short call is timed up to its last layer's experts: reads ahead change nothing else.
+    A short call is timed up to its last layer's experts: reads ahead change nothing later.
     """
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):

@@ -41,7 +41,7 @@ class _Recorder:
 def replacing_indices(
     modules: list[nn.Module], replace: Callable, innermost: bool = False
 ) -> Iterator[None]:
-    """Call module i with ``replace(i, indices)`` in the block, unless a prefetcher asks it."""
+    """Call module i with ``replace(i, indices)`` in the block, unless a prefetcher calls it."""
 
     def call(i, module, original, x, indices):
         if getattr(module, "probe", None) is None:

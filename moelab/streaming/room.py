@@ -113,7 +113,7 @@ class Room:
         """Set how many slots there are from now on, if ``fitting`` fit; warn if they get fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
-        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # new slots have to stay
+        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that new slots stay
         fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         warned = kept if kept > slots else self._warned

@@ -132,8 +132,8 @@ class Session:
             layer.probe = None
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
-        """Begin a call of the whole model, or a part of one, for token ids ``[B, T]``."""
-        # A prompt's recurrent states are evaluated with each layer's routing (but for routing that
+        """Begin a call of the whole model, or a part of that call, for token ids ``[B, T]``."""
+        # A prompt's recurrent states are evaluated with each layer's routing (except routing that
         # goes through the mailbox): a lazy state keeps its layer's whole input in memory.
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.tokens = inputs.size

@@ -31,14 +31,14 @@ class Trial:
     def __init__(self, best: bool):
         self.on = self.best = best
         self.gap = 0.0  # log(time of a call with prefetching / time of one without)
-        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, how many more missed with prefetching)
+        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, more experts missed with prefetching)
         self._ends = deque()  # the numbers of the calls that ended the last pairs
         self._calls, self._next = 0, SETTLE  # calls so far; the call from which to try
         # Calls until the next trial, whether this trial has decided, and the last decision.
         self._again, self._decided, self._was = AGAIN[0], False, None
         self._first = self._last = None  # the pair's first call, and the last call
         self._slopes = self._squares = 0.0  # sums for the time that a missing expert costs
-        self._missing = self._then = self._slots = None  # mean now; mean and slots then
+        self._missing = self._then = self._slots = None  # mean now; mean, slots at the start
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
         """Note a call's seconds, and how many of its experts were ``missing`` from the slots."""

@@ -38,7 +38,7 @@ AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     """Read a table's ranges, also those after a failed one; return whether all bytes came.
 
-    Without ``flags`` the uint32 at address ``arrived`` is set to 1 if they did.
+    Without ``flags`` the uint32 at address ``arrived`` is set to 1 if all came.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)

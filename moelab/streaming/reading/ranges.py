@@ -101,7 +101,7 @@ class Ranges:
 
 
 def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
-    """Read ranges by native code, and again here what it has not read whole; then a failure raises.
+    """Read ranges by native code, then read here what is missing, and raise if that fails.
 
     ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """

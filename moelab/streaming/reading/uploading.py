@@ -38,7 +38,7 @@ class Begun(Threads):
 
 
 class UploadingReader(Reader):
-    """A ``Reader`` whose ``start`` reads ranges that a GPU may copy into pinned memory."""
+    """A ``Reader`` whose ``start`` reads into pinned memory what a GPU may copy from there."""
 
     copies_in_graph = True
 

@@ -108,7 +108,7 @@ class SlotBank:
         return self._ranges([*slots], [*slots.values()])
 
     def places(self, experts: Sequence[int]) -> Ranges:
-        """Where the bytes of experts lie in the files, expert by expert. (All name slot 0.)"""
+        """Where the bytes of experts lie in the files, expert by expert. (All rows name slot 0.)"""
         return self._ranges(experts, [0] * len(experts))
 
     def _ranges(self, experts, slots):
@@ -169,8 +169,8 @@ class Record:
     """The layout of a slot into which the disk writes whole blocks, past the page cache.
 
     A range's room in the slot holds all disk blocks that the range touches. If the range begins at
-    the same byte of its block for all experts, and its types may begin there, the bytes stay where
-    they land. Otherwise the bytes are moved to where the room begins.
+    the same byte of its block for all experts, and that byte is aligned for its types, the bytes
+    stay where they land. Otherwise the bytes are moved to where the room begins.
     """
 
     nbytes: int  # of a slot

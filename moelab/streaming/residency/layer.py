@@ -115,7 +115,7 @@ class LayerSlots:
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
         for group in self.awaited + self.ahead:
-            for e in group.slots:  # some may be in the table already, see ``collect``
+            for e in group.slots:  # ``collect`` may have put it into the table
                 self.table.slot_of.pop(e, None)
         self.awaited, self.ahead = [], []
         if self.host is not None:

@@ -47,7 +47,7 @@ class Pairs:
         return places
 
     def of(self, arrived: Arrived) -> tuple[np.ndarray, np.ndarray]:
-        """The places in the call of the pairs whose experts arrived, and the slot of each."""
+        """For the pairs whose experts arrived: their places in the call, and their slots."""
         if arrived.is_all:
             return np.arange(self.size), np.array([arrived.slots[e] for e in self._flat])
         places = [i for e in arrived.slots for i in self._places[e]]
@@ -75,8 +75,8 @@ class Residency:
     ) -> Iterator[Arrived]:
         """Bring a call's experts into slots, and hand each over once, as they arrive.
 
-        Once the caller asks for the next part, the last part's slots may be given to other experts:
-        it has computed with them, or put a lazy result into ``computed``.
+        Once the caller asks for the next part, the last part's slots may be given to other experts.
+        So the caller first computes with them, or puts a lazy result into ``computed``.
         """
         layer, needed = self.layers[i], pairs.needed
         layer.report()
@@ -146,7 +146,7 @@ class Residency:
             return None
         if layer.host is not None and layer.host.takes(indices):
             return layer.host.slots(indices, self._counting.decoding)
-        # A token's K hits can be counted unseen. Tokens share experts, and so must be looked at.
+        # One token has K hits, whatever its routing. Tokens share experts, so the host must know.
         if not layer.holds_all or indices.size > indices.shape[-1]:
             return None
         self._counting.now.hits += indices.size
