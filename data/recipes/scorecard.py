@@ -22,8 +22,8 @@ the SSD. Some contradict each other. Here each one is tested. `make numbers` wri
 device or how an expert without a slot is read.
 
 A claim is tested in several *regimes*: a device, a memory limit, a state of the page cache. Each
-has a *gate*, the bound that the samples must keep to. The interval of their median is the sign
-test's: it goes from one of the sorted samples to another.
+regime has a *gate*, the bound that the samples must keep to. The interval of their median is the
+sign test's: it goes from one of the sorted samples to another.
 
 - A regime is *confirmed* if the whole interval keeps to the gate, *refuted* if none of it does, or
   if the claimed effect is so small that it counts as none, else *open*.
