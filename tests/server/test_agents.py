@@ -3,7 +3,6 @@
 import json
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import groupby
 
@@ -14,7 +13,7 @@ import openai
 import pytest
 import speaker
 from anthropic.types import Message, RawMessageStreamEvent
-from in_process import SLOTS, serving, user
+from in_process import user
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -37,8 +36,7 @@ class OpenAI:
     """OpenAI's client of responses."""
 
     library, kind, types = openai, RESPONSES, (Response, ResponseStreamEvent)
-    usual, conversation, length, endings = ASK, agents.CODEX, "max_output_tokens", STATUS
-    asked = "input"
+    usual, conversation, endings = ASK, agents.CODEX, STATUS
 
     def __init__(self, url):
         self.client = openai.OpenAI(base_url=url, **HOW)
@@ -72,8 +70,7 @@ class Anthropic:
     """Anthropic's client of messages."""
 
     library, kind, types = anthropic, ANTHROPIC, (Message, RawMessageStreamEvent)
-    usual, conversation, length, endings = MESSAGES, agents.CLAUDE_CODE, "max_tokens", REASON
-    asked = "messages"
+    usual, conversation, endings = MESSAGES, agents.CLAUDE_CODE, REASON
 
     def __init__(self, url):
         self.client = anthropic.Anthropic(base_url=url.removesuffix("/v1"), **HOW)
@@ -242,29 +239,11 @@ def test_errors(dialect, speak):
     assert RESPONSES.error("x", None, 500, None)["response"]["error"]["message"] == "x"
 
 
-@pytest.mark.parametrize("draft", [(), ("--draft", "lookup")], ids=["alone", "lookup"])
-def test_the_text_is_that_of_mlx_lm(draft, mlx):
-    """Streamed and not, alone and four at once; the second time its prompt is not read again."""
-    options = {"tools": agents.CHAT["tools"], "chat_template": speaker.TEMPLATE}
-    tokens = mlx.tokenizer.apply_chat_template([user(speaker.PROMPT)], **options)
-    text, size = mlx.write(tokens), len(tokens)
-    stops = [text[5:8], text[12:14]]
-
-    def ask(client, **more):
-        fields = {client.asked: [user(speaker.PROMPT)], client.length: 16} | more
-        return client.summed(**fields), client.asks.create(**client.usual | fields)
-
-    def whole(client):
-        facts = [*map(client.facts, ask(client))]
-        for items, ended, (read, _, wrote) in facts:
-            assert (items, ended, read, wrote) == ([text], client.endings["length"], size, 16)
-        return facts[1][2][1]
-
-    serves = serving(*SLOTS, "--chat-template", speaker.TEMPLATE, *draft)
-    with serves as served, ThreadPoolExecutor(4) as threads:
-        clients = OpenAI(served.url), Anthropic(served.url)
-        assert min(whole(clients[0]), *threads.map(whole, 2 * clients)) > size // 2
-        for stopped in ask(clients[1], stop_sequences=stops):
-            assert stopped.stop_sequence == min(stops, key=text.find)
-            assert "".join(clients[1].facts(stopped)[0]) == text.split(stopped.stop_sequence)[0]
-            assert stopped.stop_reason == "stop_sequence"
+@pytest.mark.parametrize("served", ["streamed"], indirect=True)
+def test_the_stop_string_that_ended_a_text_is_named(served, mlx):
+    messages = [user(speaker.PROMPT)]
+    text = mlx.write(mlx.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    body = {"messages": messages, "max_tokens": 16, "stop_sequences": [text[12:14], text[5:8]]}
+    status, answer = served.post("/messages", body)
+    assert (status, answer["stop_reason"]) == (200, "stop_sequence")
+    assert (answer["content"][0]["text"], answer["stop_sequence"]) == (text[:5], text[5:8])

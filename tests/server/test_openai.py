@@ -5,7 +5,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
-import openai
 import pytest
 import speaker
 from fake_served import TOKENIZER, parsed
@@ -20,6 +19,12 @@ SAID = speaker.SAID
 USAGE = {"stream_options": {"include_usage": True}}
 SAMPLED = {"temperature": 2, "max_tokens": 8}  # no two texts are alike by chance
 TOOLS = [speaker.CHAT_TOOL]
+
+
+def whole(client, *messages, **fields):
+    """A chat's answer in one piece, which has all of its fields."""
+    answer = chat(client, *messages, **fields).model_dump(exclude_unset=True)
+    return parsed(ChatCompletion, answer, ["reasoning"])
 
 
 def streamed(client, *messages, **fields):
@@ -48,8 +53,10 @@ def test_thoughts_and_calls(said, items, speak):
     calls = [("f", '{"a": [1, "é"]}')] * items.count("call")
     finish = "length" if "length" in said else "tool_calls" if calls else "stop"
     client = Here(speak(*said)).client
-    for ask in (chat, streamed):
-        (choice,) = ask(client, tools=TOOLS).choices
+    for ask in (whole, streamed):
+        answer = ask(client, tools=TOOLS)
+        (choice,) = answer.choices
+        assert answer.usage.total_tokens == sum(speaker.USAGE[::2])
         assert content(choice) == ("".join(texts), "".join(thoughts), calls, finish)
         assert len({call.id for call in choice.message.tool_calls or ()}) == len(calls)
         assert choice.logprobs is None
@@ -96,28 +103,6 @@ def test_echo(client):
 
 
 @two_servers
-def test_an_answer_of_a_model(client, mlx):
-    """It is mlx-lm's, streamed or not, four at once; all but names and what was cached is alike."""
-    texts = {prompt: mlx.write(prompt, max_tokens=8) for prompt in PROMPTS[:4]}
-
-    def ask(prompt):
-        for fields in ({}, {"stop": "return"}, {"seed": 3, **SAMPLED}):
-            fields |= {"logprobs": True, "top_logprobs": 20, "n": 2, "max_tokens": 8}
-            one, other = (of(client, user(prompt), **fields) for of in (chat, streamed))
-            parsed(ChatCompletion, one.model_dump(exclude_unset=True))
-            for a, b in zip(one.choices, other.choices, strict=True):
-                assert (a.index, content(a)) == (b.index, content(b))
-                bytes_of = [[t.bytes for t in choice.logprobs.content or ()] for choice in (a, b)]
-                assert bytes_of[0] == bytes_of[1]
-            assert one.usage.total_tokens == other.usage.total_tokens
-            expected = texts[prompt].split(fields.get("stop", "\0"))[0]
-            assert "seed" in fields or one.choices[0].message.content == expected
-
-    with ThreadPoolExecutor(4) as threads:
-        [*threads.map(ask, texts)]
-
-
-@two_servers
 def test_seeds(client):
     """The ``n`` texts have consecutive seeds, also beside other requests; unseeded texts differ."""
     fields = {"seed": 7, **SAMPLED}
@@ -134,13 +119,14 @@ def test_seeds(client):
 
 
 @two_servers
-@pytest.mark.parametrize("fields", [{}, {"temperature": 1.5, "seed": 1}])
-def test_log_probabilities_of_what_was_chosen(client, mlx, fields):
+@pytest.mark.parametrize("of, fields", [(whole, {}), (streamed, {"temperature": 1.5, "seed": 1})])
+def test_log_probabilities_of_what_was_chosen(client, mlx, of, fields):
     """They are mlx-lm's, of the tokens that make the text, which begins with a space."""
-    answer = chat(client, user(PROMPTS[3]), logprobs=True, top_logprobs=20, **fields).choices[0]
+    fields |= {"logprobs": True, "top_logprobs": 20, "n": 2}
+    answer = of(client, user(PROMPTS[3]), **fields).choices[1]
     scores, encode = answer.logprobs.content, mlx.tokenizer.encode
     text = b"".join(bytes(score.bytes) for score in scores).decode()
-    assert answer.message.content == text and (fields or text.startswith(" "))
+    assert answer.message.content == text and ("seed" in fields or text.startswith(" "))
     (*ids,) = (token for score in scores for token in encode(score.token))
     rows = mlx.scores(encode(PROMPTS[3]) + ids)[-len(ids) :]
     for score, row, id in zip(scores, rows, ids, strict=True):
@@ -156,18 +142,6 @@ def test_a_prompt_of_tokens_that_ends_in_half_a_character(client, echo):
     fields = {"prompt": [*TOKENIZER.encode("caf"), number("Ã")], "logit_bias": {number("©"): 100}}
     text = complete(client, echo=echo, max_tokens=1, **fields).choices[0].text
     assert text == ("café" if echo else "é")
-
-
-@pytest.mark.parametrize("served", ["streamed"], indirect=True)
-def test_content_in_parts_and_errors(client, mlx):
-    parts = [{"type": "text", "text": text} for text in (PROMPTS[0][:9], PROMPTS[0][9:])]
-    assert chat(client, user(parts)).choices[0].message.content == mlx.write(PROMPTS[0])
-    wrong = {"temperature": -1, "tools": TOOLS, "model": "x", "response_format": {"type": "x"}}
-    for name, value in wrong.items():
-        for stream in (True, False):
-            with pytest.raises(openai.BadRequestError, match=name) as refused:
-                chat(client, **{"stream": stream, name: value})
-            assert (refused.value.param, refused.value.type) == (name, "invalid_request_error")
 
 
 # The log-likelihoods that lm-eval (``local-completions``) reads, from what it sends
