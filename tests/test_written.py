@@ -218,14 +218,9 @@ def test_a_source_that_is_replaced_meanwhile(name, model_path, tmp_path, monkeyp
     assert {p.name for p in tmp_path.iterdir()} == {"m"}
 
 
-def test_a_layer_in_two_files_or_in_none(packed, tmp_path):
+def test_a_layer_in_no_file(packed, tmp_path):
     damaged = shutil.copytree(packed, tmp_path / "damaged")
-    first, second = (damaged / f"experts-0000{i}.safetensors" for i in range(2))
-    shutil.copy(first, second)
-    said = f"each tensor once.*model.layers.0.*{first.name}.*{second.name}"
-    with pytest.raises(moelab.CheckpointError, match=said):
-        load_model(damaged)
-    second.unlink()
+    (damaged / "experts-00001.safetensors").unlink()
     with pytest.raises(moelab.CheckpointError, match="Missing .* parameters.*model.layers.1."):
         load_model(damaged)
 
