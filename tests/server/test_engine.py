@@ -115,11 +115,15 @@ def test_prompts_that_begin_alike(client, mlx):
     assert answer.choices[0].text == mlx.write(begin + end)
 
 
-def test_a_prompt_is_not_read_again_after_a_restart(texts, tmp_path):
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_prompt_is_not_read_again_after_a_restart(bits, mlx, tmp_path):
+    options = ["--prompt-cache-dir", str(tmp_path / "new" / "folder")]
+    options += ["--kv-bits", "4", "--quantized-kv-start", "0"] if bits else []
+    wanted = mlx.write(PROMPTS[0], kv_bits=bits)
     for restarted in (False, True):
-        with serving(*SERVERS["streamed"], "--prompt-cache-dir", str(tmp_path)) as server:
+        with serving(*SERVERS["streamed"], *options) as server:
             answer = complete(server.client)
-        assert answer.choices[0].text == texts[0] and bool(cached(answer)) == restarted
+        assert answer.choices[0].text == wanted and bool(cached(answer)) == restarted
 
 
 @two_servers

@@ -8,7 +8,6 @@ import mlx.core as mx
 import pytest
 import recurrent
 from mlx.utils import tree_map
-from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from moelab import DATA, StreamConfig
@@ -150,19 +149,6 @@ def saved(folder, *texts, size=10, **options):
 
 def cached(prompts, *texts):
     return [prompts.fetch([*text, 0])[1] for text in texts]
-
-
-@pytest.mark.parametrize("bits", [None, 4])
-def test_prompts_are_there_after_a_restart(bits, tmp_path):
-    """A text that goes on from them has the same bits."""
-    model, folder = recurrent.tiny(), tmp_path / "new" / "folder"
-    prompts, cache = restored(folder, kv_bits=bits), read(model, TEXT[:40])[0]
-    maybe_quantize_kv_cache(cache, 0, 64, bits)
-    prompts.keep(TEXT[:40], cache)
-    wanted = read(model, TEXT[40:], prompts.fetch(TEXT)[0])[1]
-    prompts.close()
-    cache, n = restored(folder, kv_bits=bits).fetch(TEXT)
-    assert n == 40 and mx.array_equal(read(model, TEXT[40:], cache)[1], wanted)
 
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
