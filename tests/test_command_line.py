@@ -118,7 +118,6 @@ generate m --prompt x --slots 9 --memory-nbytes 1GB | --memory-nbytes .* without
 generate m --prompt x --slots 9 --context 512 | --context .* without --slots auto
 generate m --prompt x --slots 3 | --slots: expected at least 8 .* lower --experts-top-k
 generate m --prompt x --memory-nbytes 9PB | as in 500MB or 2GB
-generate m --prompt x --memory-nbytes 8 GB | does not take GB: .* quotes
 generate m --prompt x --memory-nbytes 1MB | expected at least .* of memory .* got 1 MB
 generate m --prompt x --temperature 1 | did you mean --temp
 generate m --prompt x --top-k 3 | --sampling-top-k .* --experts-top-k .* two mean
@@ -152,7 +151,6 @@ cache-prompt m --prompt x --prompt-cache-file m/model.safetensors | Name another
 cache-prompt m --prompt x --prompt-cache-file c.safetensors --max-kv-size 64 | makes its own
 cache-prompt m --prompt x --prompt-cache-file c.safetensors --eos-token nonsuch | --eos-token: exp
 chat m --pipeline | --pipeline: several machines divide
-chat m --system x | did you mean --system-prompt
 serve m --pipeline | --pipeline: several machines divide the experts
 serve m --port 99999 | --port: expected a whole number from 0 to 65535
 serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: cannot be written
@@ -162,7 +160,6 @@ serve m --port 0 --memory-nbytes 170MB --decode-concurrency 20 | expected at lea
 serve m --port 0 --host no.such.host.invalid | --host no.such.host.invalid
 serve m --prompt-cache-bytes much | --prompt-cache-bytes: expected bytes
 serve m --chat-template-args [1] | --chat-template-args: expected an object in JSON
-bench m --mode fused | did you mean .*--modes
 bench m --modes fused/slot=3 | expected FIELD=VALUE
 bench m --modes fused/lazy_logits=no | expected True or False, got 'no'
 bench m --modes buffers/policy=lfu | modes: policy in 'buffers/policy=lfu' has no effect
@@ -183,7 +180,6 @@ bench m --draft broken --limits 900 | not JSON
 bench m --json text.txt/r.json | --json 'text.txt/r.json': cannot be written: Not a directory
 bench m --json /dev/null | no plain file
 plan | required: MODEL
-plan --model gpt-oss-20b | MODEL, without a flag
 plan Qwen3.5-35b | expected a model folder, .* or qwen3.5-35b-a3b or
 plan no/Qwen3.5-35B-A3B-4bit --ssd 3 | a downloaded Hub repository, or qwen3.5-35b-a3b
 plan m --ssd 16 | --ssd: expected a model by name
@@ -191,9 +187,7 @@ plan gpt-oss-20b --ram 16 --chip M4 | give its --ram and --ssd
 plan gpt-oss-20b --ram 16 --ssd 3 --chip M4 --cores 4 | expected --chip or --cores
 plan gpt-oss-20b --chip M9 --ram 1 --ssd 1 | the GB/s of its memory, or one of A18 Pro
 plan gpt-oss-20b --chip m2po --ram 1 --ssd 1 | or M2 Pro or
-plan gpt-oss-20b --chip M5 Pro | does not take Pro: .* quotes
 plan gpt-oss-20b --ram 1TB | --ram: expected a number of GB from 1 .* got '1TB'
-plan gpt-oss-20b --ram 1e300 | --ram: expected a number of GB from 1 to 1000000, got '1e300'
 plan gpt-oss-20b --prompt 1000000000000 | --prompt: expected a whole number from 1 to 1000000
 plan kimi-k3 --ram 8 --ssd 1 --cores 4 | kimi-k3 does not fit: even
 plan Kimi-K3 --ram 8 | kimi-k3 does not fit: even
@@ -206,19 +200,14 @@ synthesize new --like qwen9 | --like: expected one of qwen3.5-35b-a3b,.* got 'qw
 synthesize new --like qwen3.5-35b | expected qwen3.5-35b-a3b or
 synthesize new --layers 0 | --layers: expected a whole number from 1
 synthesize new --layers 41 | --layers=41: expected 4 to 40
-synthesize new --layer 4 | did you mean --layers
 synthesize new --vocab 10 | --vocab=10: expected at least
 synthesize new --tokenizer '' | expected a name, got nothing
 synthesize new --tokenizer empty | no tokenizer.json in empty
 synthesize new --routing no | no: No such file
 synthesize new --routing text.txt | expected a trace
-synthesize new --seed 1e5 | --seed: expected a whole number from 0
-synthesize new --quiet yes | does not take yes
 repack m | required: OUT
 repack m '' | expected a name, got nothing
-repack --model m new | MODEL, without a flag
 repack m empty | empty exists already: remove it or name another
-repack m text.txt/new | text.txt/new: no folder can be made
 repack m new --from hf | --from: invalid choice
 --nonsense check m | does not take --nonsense
 generat m | COMMAND: invalid choice: 'generat' .choose from
@@ -427,25 +416,6 @@ def test_check_measures_a_file_that_is_there_in_a_folder_that_is(tmp_path, run, 
 # Signals and pipes
 
 
-@pytest.mark.parametrize("delay_s", [0.2, 1.0])
-def test_ctrl_c_in_the_first_second(delay_s, model_path):
-    """The first signal comes during the command's imports, which take half a second."""
-    script = "from moelab import __main__ as m; m.interrupts.end_at_ctrl_c(); print(); m.start()"
-    process = subprocess.Popen(
-        [sys.executable, "-uc", script, "generate", str(model_path), "--prompt", "x",
-         "--max-tokens", "1000000"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    process.stdout.readline()  # before it Python's own handler gets a Ctrl-C
-    try:
-        process.wait(delay_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-    said = process.communicate(timeout=60)[1].splitlines()
-    assert [line for line in said if not line.startswith("moelab: slots=")] == ["interrupted"]
-    assert process.returncode == 130
-
-
 AT_IMPORT = """
 import signal, sys
 
@@ -469,7 +439,7 @@ CTRL_C = """
 import ctypes, os, runpy, signal, subprocess, sys, threading, time
 from moelab import repack
 from moelab.commands import kv_cache
-from moelab.streaming import model
+from moelab.streaming import model, session
 
 class Gone:
     def __del__(self):
@@ -487,6 +457,10 @@ def wait(*_):
         ctypes.CDLL(None).pthread_mutex_lock(memory)
     time.sleep(1000)
 
+class Imported:
+    def find_spec(self, name, *_):
+        name == "moelab.commands.generate" and begin()
+
 save = kv_cache.mlx_lm_cache.save_prompt_cache
 {}
 sys.argv[1:] = {!r}.split()
@@ -494,6 +468,8 @@ runpy.run_module("moelab", run_name="__main__")
 """
 CUTS = {  # a command of model M: where it is cut off, and what it says
     "check M --json o.json": ("from moelab.lab import check\ncheck.swapped_s = begin", ""),
+    "generate M -p v": ("sys.meta_path.insert(0, Imported())", ""),
+    "generate M -p w": ("session.Room.parts = begin", ""),
     "generate M -p x": ("model.tokenizer_of = begin", ""),
     "generate M -p y": ("model.tokenizer_of = wait", ""),
     "repack M o": ("repack._Layer.write = begin", ": nothing was written, there is no o"),
