@@ -42,10 +42,8 @@ def test_what_changes_nothing(kind, usual):
     """Null, which is the default, and fields without effect."""
     known = fields_of(kind)
     nulls = dict.fromkeys({*known, "response_format", "user", "audio", "role_mapping"})
-    taken = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"}
-    taken |= {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"}
-    taken |= {"response_format": {"type": "text"}, "stream_options": {"include_usage": None}}
-    taken |= {"suffix": "", "best_of": 1, "stop": [], "logit_bias": {}, "n": 1}
+    taken = {"response_format": {"type": "text"}, "stream_options": {"include_usage": None}}
+    taken |= {"user": "u", "suffix": "", "best_of": 1, "stop": [], "logit_bias": {}, "n": 1}
     empty = [{"stop": stop} for stop in ("", [""], None)]
     names = [{"model": name} for name in ("tiny-moe", str(MODEL), "default_model")]
     for fields in (nulls, taken, *names, *empty):
