@@ -171,6 +171,7 @@ SILENCE = {
 
 
 @pytest.mark.parametrize("path", SILENCE)
+@pytest.mark.usefixtures("in_time")
 def test_silence(path, monkeypatch):
     """A stream begins before anything is written, and goes on while a call is held."""
     monkeypatch.setattr(http, "KEEPALIVE_S", 0.01)
