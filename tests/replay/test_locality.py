@@ -16,9 +16,8 @@ TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
 @pytest.fixture(scope="module", params=[0, 1])
 def small(request):
     """Small enough for references that loop."""
-    return locality.synthesize(
-        locality.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0)), 40, 3, 11, 4, seed=request.param
-    )
+    of = locality.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0))
+    return locality.synthesize(of, 40, 3, 11, 4, seed=request.param)
 
 
 def test_lru_hit_rate(small):

@@ -66,22 +66,6 @@ def test_belady_is_the_best_there_is(seed, S):
     assert (~hit).sum() == fewest_misses(tuple(map(tuple, t.experts[:, 0].tolist())), S)
 
 
-@pytest.mark.parametrize("policy", eviction.policies())
-def test_every_policy_on_a_recorded_trace(policy):
-    t = locality.recorded_trace("code").decode
-    rate = [eviction.held(t.experts, 64, S, policy).mean() for S in (8, 16, 32, 64)]
-    best = [eviction.held(t.experts, 64, S, "belady").mean() for S in (8, 16, 32, 64)]
-    assert (np.array(rate) <= np.array(best) + 1e-12).all()
-    if policy == "none":
-        assert rate == [0] * 4
-        return
-    seen = 1 - sum(len(np.unique(t.experts[:, i])) for i in range(8)) / t.experts.size
-    assert rate[-1] == pytest.approx(seen)  # with every slot only the first use misses
-    if policy == "lru":
-        want = locality.lru_hit_rate(t).mean(0)[[8, 16, 32, 64]]
-        np.testing.assert_allclose(rate, want, atol=0.003)
-
-
 @pytest.mark.parametrize("policy", ("lru", "lfu", "lrfu", "s3-fifo", "belady"))
 def test_the_record_of_notebook_04_is_replayed_again(policy):
     samples, t = records.read("cpu_locality"), locality.recorded_trace("code").decode
@@ -255,15 +239,8 @@ def replayed(**changes):
         (lambda: eviction.held(np.zeros((2, 1, 4), np.uint16), 16, 8), "distinct experts"),
         (lambda: eviction.held(made().experts, 16, 8, "mru"), "expected one of lru.* got 'mru'"),
         # The replay has policies that the engine does not have.
-        *(
-            (partial(SlotTable, 4, p), "one of lru, lfu, lrfu.* got ")
-            for p in ("s3-fifo", "belady")
-        ),
-        (lambda: SlotTable(4, "none"), "policy: expected one of lru, lfu, lrfu.* got "),
-        (
-            lambda: replayed(slots=16),
-            "16 slots in each of 3 layers take 48 MB and the rest 0 MB, of",
-        ),
+        *((partial(SlotTable, 4, p), f"lru, .* got {p!r}") for p in ("s3-fifo", "belady", "none")),
+        (lambda: replayed(slots=16), "16 slots in each of 3 layers take 48 MB and the rest 0 MB"),
         (lambda: replayed(skip=60), "fewer tokens to skip than the 60"),
         (lambda: replayed(costs=Costs(0, 0, 0, 1e-9), direct=True), "reads past the page cache"),
     ],
