@@ -427,9 +427,7 @@ def test_a_strangers_head_is_found_and_its_drafts_accepted(form, tmp_path, capsy
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     said = capsys.readouterr().err
     if form == "another model's":
-        assert re.fullmatch(
-            f"moelab: {tmp_path}: 0% of the draft head's first 6. drafts .*\\n", said
-        )
+        assert re.fullmatch(f"moelab: {tmp_path}: 0% of .* head's first 6. drafts .*\\n", said)
     else:
         assert accepted / drafted > 0.5 and not said
 
@@ -465,7 +463,6 @@ def test_text_and_cache_are_as_without_guesses(mode, slots, n):
 
 
 def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
-    """Before every line of speculation that a prompt and its rounds run through."""
     model, draft, prompt = trained(**STREAMED), MTPDraft(HEAD), texts(2, 8)[0]
     wanted, places, step = plain(model, prompt, 5), 0, 97 if FAST else 1
     for where in at_every_line(speculation, step, lambda: steps(model, prompt, draft, 3, 5)):

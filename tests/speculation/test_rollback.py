@@ -127,11 +127,9 @@ def test_the_families_own_windows_and_chunks():
 def test_quantized_keys_and_values(prompt, rounds):
     model, prompt = with_wide_heads(), ids(6, prompt)
     caches = [start(model, prompt) for _ in range(2)]
+    form = {"group_size": 32, "bits": 8}
     for c in caches:
-        c[:] = [
-            x.to_quantized(group_size=32, bits=8) if isinstance(x, caching.KVCache) else x
-            for x in c
-        ]
+        c[:] = [x.to_quantized(**form) if hasattr(x, "to_quantized") else x for x in c]
     assert any(isinstance(x, caching.QuantizedKVCache) for x in caches[0])
     assert play(model, *caches, rounds, "auto") <= TOLERANCE
 

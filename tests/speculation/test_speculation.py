@@ -112,9 +112,8 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
             draft = ModelDraft(model) if stop % 2 else Guess(told(PROMPT + expected))
             cache = make_prompt_cache(model) + draft.make_cache()
             options = dict(num_draft_tokens=n, max_tokens=stop if by_limit else -1)
-            generator = speculative_generate_step(
-                mx.array(PROMPT), model, draft, prompt_cache=cache, **options
-            )
+            options |= dict(prompt_cache=cache)
+            generator = speculative_generate_step(mx.array(PROMPT), model, draft, **options)
             assert [next(generator)[0] for _ in range(stop)] == expected[:stop]
             if by_limit:
                 assert next(generator, None) is None
