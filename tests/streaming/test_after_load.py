@@ -113,7 +113,6 @@ def test_what_needs_every_expert_in_memory_is_refused(hybrid, mode, tmp_path):
 
 
 def test_a_resident_model_saves_what_mlx_lm_saves(hybrid, tmp_path):
-    """``mode='resident'`` holds every expert, so what is saved loads again, with mlx-lm too."""
     with load_model(hybrid, moelab.StreamConfig(mode="resident", kernels="mlx"))[0] as model:
         want = answer(model)
         mlx_lm_utils.save_model(tmp_path, model)
@@ -141,7 +140,6 @@ def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
 
 
 def test_model_config_changes_what_mlx_lm_lets_it_change(hybrid):
-    """Another rope base changes the text as it does with mlx-lm, together with top_k."""
     text = json.loads((hybrid / "config.json").read_text())["text_config"]
     rope = {"rope_theta": 100.0, "rope_parameters": {"rope_theta": 100.0, "type": "default"}}
     changes = {"text_config": {**text, **rope}}
@@ -241,7 +239,6 @@ def test_a_router_that_does_not_choose_fewer_is_an_error(hybrid, monkeypatch):
 
 
 def test_no_code_of_a_checkpoint_runs_unasked(random_tiny_moe, tmp_path):
-    """No Python file of a model or a tokenizer runs, unless ``trust_remote_code`` is set."""
     for file, key, value in (
         ("config.json", "model_file", "own.py"),
         ("tokenizer_config.json", "auto_map", {"AutoTokenizer": [None, "own.Tokenizer"]}),

@@ -234,12 +234,9 @@ def no_memory(patch, runtime, _):
     patch.setattr(runtime, "cudaHostAlloc", lambda *_: (2, 0))
 
 
-def no_read(first):
-    def fails(patch, *_):
-        preadv, calls = os.preadv, itertools.count()
-        patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
-
-    return fails
+def no_read(first, patch, *_):
+    preadv, calls = os.preadv, itertools.count()
+    patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
 
 
 def no_slots(patch, _, model):
@@ -250,7 +247,7 @@ def no_slots(patch, _, model):
     "fails, source, error, said",
     [
         (no_memory, "disk", RuntimeError, "CUDA: out of memory"),
-        *((no_read(n), "disk", ReadError, "got 0") for n in (0, 40, 120)),
+        *((functools.partial(no_read, n), "disk", ReadError, "got 0") for n in (0, 40, 120)),
         (no_slots, "host", ZeroDivisionError, "division"),  # what the GPU's slots hold is forgotten
     ],
 )

@@ -27,9 +27,8 @@ PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
 LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 NUM_STEPS = 5
 
-GPU_ONLY = {"nvfp4_global": "mlx computes nvfp4 with a tensor scale on GPUs only"}
+ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # whose tensor scale MLX takes on GPUs only
 # One variant for every family, and every variant for a few of them.
-ON_CPU = set(families.VARIANTS) - set(GPU_ONLY)
 CASES = sorted(
     {(name, families.variant_of(name)) for name in families.FAMILIES.keys() - families.EXPERTS_ONLY}
     | {(name, variant) for name in EVERY_VARIANT for variant in ON_CPU}
@@ -80,7 +79,6 @@ def test_every_family_of_this_mlx_lm_is_listed():
 
 @pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
 def test_family_that_is_not_streamed(name, tmp_path):
-    """It is refused by name, with the reason and what to do instead."""
     config = {"model_type": name, **families.NOT_STREAMED[name]}
     model_class, args_class = mlx_lm_utils._get_classes(config)
     weights = dict(families.tree_flatten(model_class(args_class.from_dict(config)).parameters()))
@@ -127,7 +125,6 @@ def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, stored):
 
 @pytest.mark.parametrize("name", sorted(families.HUGGING_FACE))
 def test_hugging_face_layout(name, tmp_path):
-    """The authors' own layout streams if each expert's bytes are contiguous, else it is refused."""
     path = families.write_hugging_face(name, tmp_path / name)
     if name in families.REARRANGED:
         with pytest.raises(moelab.CheckpointError, match="not contiguous") as error:
@@ -146,9 +143,8 @@ def test_batches(name, stored):
     resident = families.load_resident(path)
     for mode in ("stacked", "fused"):
         for slots in (SLOTS, E):
-            with load_model(path, moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx"))[
-                0
-            ] as model:
+            config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
+            with load_model(path, config)[0] as model:
                 for B, T in ((1, 1), (2, 1), (1, 2), (1, 3), (3, 5), (1, 40)):
                     tokens = mx.array(np.random.default_rng(B * T).integers(0, VOCAB, (B, T)))
                     want, got = np.array(resident(tokens)), np.array(model(tokens))
@@ -187,8 +183,7 @@ def test_other_names_of_a_family(alias, tmp_path):
 
 # Plain mlx-lm 0.32.2 on mlx 0.32.4 ends the process on the CPU: a shapeless mx.compile of a sum
 # over one expert.
-CRASHES_WITH_ONE_EXPERT = {"bailing_moe"}
-RUN = sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - CRASHES_WITH_ONE_EXPERT)
+RUN = sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - {"bailing_moe"})
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,6 @@ def test_the_oracle_is_the_bound(want, monkeypatch):
 
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_slow_reads_are_waited_for(name, want, monkeypatch):
-    """A slow disk: some experts arrive late, none is used before it has arrived."""
     preadv = os.preadv
 
     def slow(fd, views, offset):
@@ -313,7 +312,6 @@ def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matri
 
 @needs_kernels
 def test_every_text_of_a_batch_is_asked_for_ahead(hybrid, small_matrices):
-    """A look-ahead guesses for all tokens of a call, not for the first alone."""
     config = moelab.StreamConfig(slots=8, kernels="fast", prefetch="lookahead")
     with load_model(hybrid, config)[0] as model:
         prefetcher = session_of(model).prefetcher

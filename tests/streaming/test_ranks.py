@@ -88,7 +88,6 @@ def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
 
 @pytest.mark.parametrize("cuda", (False, True))
 def test_a_ring_takes_a_macs_gpu(cuda, monkeypatch):
-    """As one rank alone does."""
     chosen = []
     monkeypatch.setattr(mx, "set_default_device", chosen.append)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
@@ -152,7 +151,6 @@ def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
 
 
 def test_a_rank_that_loads_for_long(tmp_path):
-    """The other says soon that it waits."""
     program = (
         "import time\nfrom pathlib import Path\nfrom moelab.streaming import ranks\n"
         f"ranks.SAY_S, waits = 0.5, Path({str(tmp_path / 'waits')!r})\n"
@@ -213,7 +211,6 @@ def test_generate_under_mlx_launch(alone):
 
 
 def test_prompts_that_differ(tmp_path):
-    """Ranks that were started with other prompts are told apart."""
     commands = [["-m", "moelab", "generate", MODEL, "--prompt", p, *OPTIONS] for p in "ab"]
     for rank in finish(start(commands, tmp_path), 60):
         assert rank.returncode == 1 and rank.stdout == ""

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -188,10 +189,8 @@ def test_an_incomplete_read_is_made_again(got, file, of_8, monkeypatch):
     opened = of_8.open(file)
     assert_reads(of_8, ask(opened, spread()))
 
-    def fails(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", fails)
+    failed = OSError(errno.EIO, os.strerror(errno.EIO))
+    monkeypatch.setattr(os, "preadv", Mock(side_effect=failed))
     with pytest.raises(ReadError, match="bytes, expert 7, .*Input/output error"):
         read_ranges(ranges_of(ask(opened, spread())))
 

@@ -137,7 +137,6 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(moe, mode, mo
 
 
 def test_routed_waits_for_the_router(moe):
-    """A model waits for its router in every layer, and it must do so with a trace, too."""
     model, _ = load_model(moe, moelab.StreamConfig(mode="resident"))
     experts, chosen, graph = model.layers[0].mlp.switch_mlp, [], io.StringIO()
     router = mx.arange(K, dtype=mx.uint32).reshape(1, 1, K)

@@ -1,5 +1,6 @@
 """mlx-vlm's families stream, and answer as mlx-vlm does with every expert in memory."""
 
+import functools
 import json
 
 import families
@@ -57,13 +58,10 @@ def compiles():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    made = {}
-
+    @functools.cache
     def make(name):
-        if name not in made:
-            path = tmp_path_factory.mktemp("vlm") / name
-            made[name] = path, resident(vlm_families.write_checkpoint(name, path))
-        return made[name]
+        path = tmp_path_factory.mktemp("vlm") / name
+        return path, resident(vlm_families.write_checkpoint(name, path))
 
     return make
 
