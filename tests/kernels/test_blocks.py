@@ -9,7 +9,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from common import needs_kernels
-from mlx.utils import tree_map
 from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
@@ -119,27 +118,6 @@ def test_a_record_follows_every_change(change, load):
     got = logits(fast)
     assert close(got, logits(mlx)) and not close(got, before)
     assert np.array_equal(logits(fast, step=4), got)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_one_prefix_continued_three_times(family, load):
-    """Three texts go on from views of one cache. One of other texts, layers, models is refused."""
-    fast, mlx = load(family), load(family, kernels="mlx")
-    again, texts = mx.array([[9], [8], [7]]), []
-
-    def of_three(a):
-        return mx.broadcast_to(a, (3, *a.shape[1:])) if isinstance(a, mx.array) else a
-
-    for model in (fast, mlx):
-        cache = make_prompt_cache(model)
-        mx.eval(model(TOKENS, cache=cache))
-        for wrong in (make_prompt_cache(model)[:1], copy.deepcopy(cache)):
-            with pytest.raises(ValueError):
-                model(again, cache=wrong)
-        for c in cache:
-            c.state = tree_map(of_three, c.state)
-        texts.append([np.array(model(again, cache=cache)) for _ in range(2)])
-    assert all(close(a, b) for a, b in zip(*texts))
 
 
 PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_expert", "")]

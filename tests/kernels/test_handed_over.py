@@ -5,6 +5,7 @@ Each case is drawn from its number. The fast kernels give what MLX's give, or on
     MOELAB_FUZZ=2000 python -m pytest tests/kernels/test_handed_over.py
 """
 
+import copy
 import os
 import random
 
@@ -12,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from common import needs_kernels
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from moelab import StreamConfig
@@ -85,18 +87,11 @@ def arrays_of(cache):
     return {name: getattr(cache, name, None) for name in ("keys", "values")}
 
 
-def with_arrays(model, caches, arrays):
-    """New caches of a model in the state of others, but for these arrays."""
-    made = make_prompt_cache(model)
-    for new, old, given in zip(made, caches, arrays):
-        for name, value in vars(old).items():
-            if name != "cache":
-                setattr(new, name, value)
-        for name, a in given.items():
-            if isinstance(new, ArraysCache):
-                new.cache[name] = a
-            else:
-                setattr(new, name, a)
+def with_arrays(caches, arrays):
+    """Caches in the state of others, but for these arrays."""
+    made = [copy.copy(c) for c in caches]
+    for new, given in zip(made, arrays):
+        vars(new).update({"cache": [*given.values()]} if isinstance(new, ArraysCache) else given)
     return made
 
 
@@ -125,12 +120,7 @@ def drawn(number, pairs):
     told.append([p.shape for p in passes])
     changed = {}
     if draw.random() < 0.3:
-        names = [
-            f"{path}.{key}"
-            for path, module in fast.named_modules()
-            for key, a in module.items()
-            if isinstance(a, mx.array) and f"{path}.{key}".endswith(PARAMETERS)
-        ]
+        names = [name for name, _ in tree_flatten(fast.parameters()) if name.endswith(PARAMETERS)]
         for name in draw.sample(names, 2):
             how = draw.choice(list(changes))
             changed[name] = changes[how]
@@ -148,7 +138,7 @@ def complaint(number, pairs):
             path, _, key = name.rpartition(".")
             before.append((modules_of[path], key, modules_of[path][key]))
             modules_of[path][key] = how(modules_of[path][key])
-        cache = with_arrays(model, caches, arrays)
+        cache = with_arrays(caches, arrays)
         try:
             logits = [model(tokens, cache=cache) for tokens in passes]
             found.append([np.array(a) for a in logits])
