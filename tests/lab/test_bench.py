@@ -26,9 +26,8 @@ from moelab.speculation.drafts import LookupDraft
 def test_modes_have_their_own_fields_and_without_slots_no_other_reads():
     text = "buffers, fused/readers=1/slots=32, fused/policy=lfu"
     modes = parse_modes(text, StreamConfig(slots=20, readers=2))
-    (_, resident), (name, fused), (_, by_use) = bench.crossed(
-        modes, [10**8], direct=(True,)
-    ).items()
+    made = bench.crossed(modes, [10**8], direct=(True,))
+    (_, resident), (name, fused), (_, by_use) = made.items()
     assert name == "fused/readers=1/slots=32, 100 MB, past the page cache"
     assert fused.config == StreamConfig(mode="fused", slots=32, readers=1, reads="direct")
     assert by_use.config == Evicting(slots=20, readers=2, reads="direct", policy="lfu")

@@ -93,7 +93,6 @@ def test_ranks_read_less_and_wait_for_a_slow_ssd():
 
 @pytest.mark.parametrize("wrong", ({"tokens": [2]}, {"digest": "b"}))
 def test_texts_that_differ_are_no_record(wrong, monkeypatch):
-    """A rank that decodes other tokens, or with other bits, is an error."""
     row = {"tokens": [1], "digest": "a", "bytes_read": 0, "decode_s": 1.0}
     monkeypatch.setattr(ranks, "everywhere", lambda n, *_, **__: [row, row | wrong][:n])
     with pytest.raises(ValueError, match="the same text of 2 ranks"):

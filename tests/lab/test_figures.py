@@ -62,9 +62,8 @@ def test_a_chart_says_which_machine_was_recorded():
     joined = records.together({"x": recorded, "y": recorded.copy()})
     joined.attrs["headers"][1] = recorded.attrs | {"machine": CARD | {"gpu": "H7"}}
     twice = records.together({"here": samples(), "there": joined}, "where")
-    assert (
-        ": H7, CUDA backend" in charts.bars(twice, "seconds", axis="s", **WORDS).layout.meta["note"]
-    )
+    note = charts.bars(twice, "seconds", axis="s", **WORDS).layout.meta["note"]
+    assert ": H7, CUDA backend" in note
     spoilt = {"disturbed": True, "cores_of_others": 1.0}
     meta = charts.bars(samples(load=spoilt), "seconds", axis="s", **WORDS).layout.meta
     assert meta["note"].startswith("DISTURBED: other programs used 1.0 cores; tiny")
@@ -101,15 +100,6 @@ def explorer(**given):
     return explore(drawn, **given, top_k=slider("top-k", 1, 8, 8), slots=slots)
 
 
-def test_a_slider_redraws_the_live_figure(capsys):
-    made = explorer()
-    assert all(c.continuous_update for c in made.controls.values())  # the function is quick
-    made.controls["slots"].value = 8
-    shown = json.loads(made._plot.figure)
-    assert shown["data"][0]["y"] == [8, 8] and "8 of 8" in made._words.value
-    assert "<b>top-k 8</b>" in made._heading.value and not made._state.value
-
-
 def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
     made = explorer(extremes=[{"slots": 8}, {"top_k": 1}])
     for slots, top in ((8, 16), (17, 16), (32, 32), (16, 32)):
@@ -124,12 +114,15 @@ def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
     assert made._heading.value.count("a longer title") == 1  # hidden: its room stays
 
 
-def test_an_error_is_shown_and_kept_until_the_next_call(capsys):
+def test_an_error_is_shown_until_a_slider_redraws_the_figure(capsys):
     made = explorer()
     made.controls["slots"].value = 4
     assert "slots 4 &lt; top_k 8" in made._state.value and isinstance(made.error, ValueError)
     made.controls["top_k"].value = 4
     assert made.error is None and not made._state.value
+    assert json.loads(made._plot.figure)["data"][0]["y"] == [4, 4]
+    assert "4 of 4" in made._words.value and "<b>top-k 4</b>" in made._heading.value
+    assert all(c.continuous_update for c in made.controls.values())  # the function is quick
     with pytest.raises(ValueError, match="slots 4 < top_k 8"):
         explorer(extremes=[{"slots": 4}])
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from string import Formatter
+from unittest.mock import Mock
 
 import pytest
 import records as recipe
@@ -42,13 +43,9 @@ def test_a_table_is_written_and_read_again(table, tmp_path):
 
 
 def test_a_run_that_was_disturbed_or_cut_off_is_refused(tmp_path, monkeypatch, capsys):
-    path, seconds, clock = (
-        str(tmp_path / "r.json"),
-        iter([(100.0, 0), (103.0, 1)]),
-        iter([0.0, 1.0]),
-    )
-    monkeypatch.setattr(records, "_others_s", lambda: next(seconds))
-    monkeypatch.setattr(records.time, "monotonic", lambda: next(clock))
+    path = str(tmp_path / "r.json")
+    monkeypatch.setattr(records, "_others_s", iter([(100.0, 0), (103.0, 1)]).__next__)
+    monkeypatch.setattr(records.time, "monotonic", iter([0.0, 1.0]).__next__)
     monkeypatch.setattr(records, "card", lambda: {"cores": 2})
     made = records.Running("bench").table(ROWS)
     records.print_and_save("report", made, path)
@@ -76,10 +73,7 @@ def test_a_run_whose_speed_drifts_is_disturbed():
 
 
 def test_a_machine_that_does_not_say_its_clocks_rate(monkeypatch):
-    def refuse():
-        raise RuntimeError("no pmgr")
-
-    monkeypatch.setattr(records.psutil, "cpu_freq", refuse)
+    monkeypatch.setattr(records.psutil, "cpu_freq", Mock(side_effect=RuntimeError("no pmgr")))
     assert records.Running("bench").record([])["load"]["clock_mhz"] is None
 
 
@@ -126,14 +120,9 @@ def test_variants_run_in_random_rounds_and_one_that_was_killed_is_not_run_again(
         return lambda i: (calls.append((name, i)), {"seconds": i + 1.0})[1]
 
     variants = {"a": variant("a"), "b": variant("b"), "dies": lambda i: {"killed": i == 1}}
-    made = records.interleave(
-        "x",
-        variants,
-        runs=6,
-        warmup=2,
-        each_round=lambda i: {"disk": i},
-        keep=lambda samples: kept.append((len(samples), samples.attrs["partial"])),
-    )
+    told = {"each_round": lambda i: {"disk": i}}
+    told["keep"] = lambda samples: kept.append((len(samples), samples.attrs["partial"]))
+    made = records.interleave("x", variants, runs=6, warmup=2, **told)
     assert list(made[made.variant == "b"].seconds) == [1, 2, 3, 4, 5, 6]
     assert (made.disk == made["round"]).all() and "partial" not in made.attrs
     assert kept == [(n, True) for n in (3, 6, 8, 10, 12, 14)]
