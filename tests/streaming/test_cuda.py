@@ -19,7 +19,7 @@ import moelab
 from moelab.commands import drafting
 from moelab.lab.arguments import Evicting
 from moelab.repack import repack
-from moelab.streaming import cuda
+from moelab.streaming import cuda, prefetch
 from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, ranges, reader, uploading
 from moelab.streaming.reading.file import ReadError
@@ -121,6 +121,7 @@ def runtime(monkeypatch):
     monkeypatch.setattr(cuda, "runtime", runtime)
     monkeypatch.setattr(cuda, "kernel", runtime.kernel)
     monkeypatch.setattr(cuda, "available", lambda: True)
+    monkeypatch.setattr(prefetch, "on_cuda", lambda: True)  # a Mac's GPU would read ahead
     cuda.may_wait.cache_clear()
     yield runtime
     cuda.may_wait.cache_clear()
