@@ -326,7 +326,8 @@ def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
     config["text_config"].update(hidden_size=512, num_experts=32)
     path = write(config=config, vocab=400, routing=trace)
     ids = trace.tokens.tolist()
-    model, _ = moelab.load(path, Evicting(slots=8, policy="lru", dtype="float32"))
+    config = Evicting(slots=8, policy="lru", dtype="float32", prefetch="none")
+    model, _ = moelab.load(path, config)
     with model, moelab.record(model) as routed:
         decode(model, ids[:128], 272, feed=ids[128:])
         engine = moelab.stats(model).decode

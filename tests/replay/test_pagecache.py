@@ -82,7 +82,8 @@ def test_the_policy_of_the_engine():
 @pytest.mark.parametrize("policy", slots.EVICTION)
 def test_hits_are_those_of_a_driven_model(policy, random_tiny_moe):
     t = made(T=30, L=8, E=64, K=8)
-    model, _ = load_model(random_tiny_moe, Evicting(slots=14, policy=policy))
+    config = Evicting(slots=14, policy=policy, prefetch="none")
+    model, _ = load_model(random_tiny_moe, config)
     with model, route_by(model, t.experts[:, None]):
         cache = make_prompt_cache(model)
         for i in range(len(t)):
