@@ -5,6 +5,7 @@ import math
 import os
 import re
 from string import Formatter
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -72,8 +73,13 @@ def test_a_run_whose_speed_drifts_is_disturbed():
     assert records.Running("bench").record(rows(1.0, 1.0, 1.0, 1.0, 1.2, 1.2))["load"]["disturbed"]
 
 
-def test_a_machine_that_does_not_say_its_clocks_rate(monkeypatch):
-    monkeypatch.setattr(records.psutil, "cpu_freq", Mock(side_effect=RuntimeError("no pmgr")))
+@pytest.mark.parametrize(
+    "said",
+    [RuntimeError("no pmgr"), SystemError("an M5"), [None], [SimpleNamespace(current=4)]],
+    ids=["a virtual Mac", "an M5", "none", "an M4"],
+)
+def test_a_machine_that_does_not_say_its_clocks_rate(said, monkeypatch):
+    monkeypatch.setattr(records.psutil, "cpu_freq", Mock(side_effect=said), raising=False)
     assert records.Running("bench").record([])["load"]["clock_mhz"] is None
 
 

@@ -276,12 +276,12 @@ def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
 
 
 def test_an_address(run):
-    """One that is taken is refused; on a free one 200 clients can wait to be accepted."""
+    """One that is taken is refused; on a free one 200 clients can wait, on macOS 128."""
     with http.listen("127.0.0.1", 0) as taken, ExitStack() as stack:
         address = f"--port {taken.getsockname()[1]}"
         got = run("serve", MODEL, *address.split())
         assert got.code == 1 and address in got.err
-        for _ in range(200):
+        for _ in range(100 if sys.platform == "darwin" else 200):
             stack.enter_context(socket.create_connection(taken.getsockname(), timeout=10))
 
 
