@@ -36,18 +36,18 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 
-# Tests whose cases run in ``make test-all`` only, except every n-th case, or the cases in which
-# ``re.search`` finds the words. A slow case repeats a property on more families, seeds or settings
-# and is never the only test of something. Comments say why the rest is enough for ``make test``.
+# Most cases of these tests are slow. Every n-th case stays in ``make test``, or each case whose id
+# matches a pattern. A slow case repeats a property on more families, seeds or settings and is never
+# the only test of something. Comments say why the cases that stay are enough.
 SLOW = {
-    # Every family streams in test_family_streams; here one of three is enough.
+    # Every family streams in test_family_streams; here every third is enough.
     "::test_lookahead_in_every_family": 3,
     "::test_every_family_gives_the_same_answer_packed": 3,
-    # Every family streams fused; the other modes stay with each shape of experts.
+    # Mode fused stays for every family, the other modes for one family of each shape of experts.
     "::test_family_of_mlx_vlm": "fused|qwen4_exp|laguna|phixtral",
     "::test_every_recurrent_family": 3,
     "::test_fewer_experts_per_token": 3,
-    # Unquantized experts come by the same threads and parts.
+    # Unquantized experts are read by the same threads and in the same parts.
     "::test_experts_as_if_large": "affine4",
     # The server with a draft ends in the same way.
     "::test_ctrl_c": r"-3\]",
@@ -63,9 +63,9 @@ SLOW = {
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
     "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
-    # The others are more samplers by the same rule.
+    # The other cases are more samplers by the same rule.
     "::test_the_same_seed_writes_the_same_text": 6,
-    # The policy stays, which chooses several numbers of drafts.
+    # The policy stays: it chooses several numbers of drafts.
     "::test_the_prompt_cache_is_left_as_mlx_lm_leaves_it": "auto",
     # A hybrid, a Mamba and an attention model stay.
     "::test_greedy_tokens_are_the_targets": "qwen3_5_moe|jamba|gpt_oss",
@@ -73,15 +73,15 @@ SLOW = {
     "::test_every_slider_changes_the_figure": "00_start_here",
     # Two ranks stay, in every mode; with more ranks than cores they wait for each other.
     "::test_ranks_give_the_bits_of_one": r"^2\]",
-    # Other differences, found in the same way; an error ends a rank as a kill does.
+    # The other differences are found in the same way, and an error ends a rank as a kill does.
     "::test_ranks_that_differ_or_end": "slots|shard|SIG|other",
 }
 
 
 def pytest_configure(config):
-    """Handle Ctrl-C: Python in the background ignores it, and so do the programs that it starts.
+    """Handle Ctrl-C, which Python and the programs that it starts ignore in the background.
 
-    On a GPU compute with the precision of a CPU.
+    On a GPU, compute with the precision of a CPU.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave what was imported out of each garbage collection: tests of open files make many."""
+    """Leave imported objects out of garbage collections: tests of open files collect often."""
     gc.freeze()
 
 
@@ -132,7 +132,7 @@ def in_time():
     """End a test that waits for ever."""
 
     def late(*_):
-        pytest.fail("it waits")  # no OSError, which a cache would pass over
+        pytest.fail("it waits")  # not an OSError: a cache would ignore that
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(30)
@@ -162,7 +162,7 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture(scope="session")
 def limits():
-    """Skips where memory cannot be limited."""
+    """Skip a test where memory cannot be limited."""
     try:
         limit.run(["true"], 100 << 20)
     except limit.NoLimit as e:
@@ -205,7 +205,7 @@ def model_path(tmp_path_factory, tokenizer):
 
 @pytest.fixture(scope="session")
 def stored(tmp_path_factory):
-    """A function: the random checkpoint of a family, written once. No test changes it."""
+    """A function that returns a family's random checkpoint, written once. No test changes it."""
 
     @cache
     def stored(name, variant="affine4"):
@@ -235,7 +235,7 @@ def streamed(hybrid):
 
 @pytest.fixture(params=["small reads", "reader threads"])
 def any_reads(request, monkeypatch):
-    """Runs a test twice: with reads in the calling thread, and in parts by the reader's threads."""
+    """Run a test twice: the calling thread reads, then the reader's threads read in parts."""
     if request.param == "reader threads":
         read_in_threads(monkeypatch)
         monkeypatch.setattr(layer, "PART_NBYTES", 1)

@@ -1,8 +1,8 @@
 """Everything that can go wrong gives one clear error, and the engine still works.
 
-An error says what is wrong and where, what was expected and found, and what to do. At the end
-thousands of damaged files (``helpers/fuzzing.py``): each gives the right text or one error of ours;
-none ends the process, makes it hang or leaves files open. To try more files:
+An error says what is wrong and where, what was expected and found, and what to do. One test damages
+thousands of files (``helpers/fuzzing.py``): each gives the right text or one error of ours;
+none ends the process, makes the process hang or leaves files open. To try more files:
 
     MOELAB_FUZZ=5000 python -m pytest tests/test_bad_input.py -k damaged_files
 """
@@ -95,7 +95,7 @@ def shard(path, i=1):
     return sorted(path.glob("*.safetensors"))[i]
 
 
-# Files that are missing, too many, of the wrong kind, or those of another model
+# Files that are missing, too many, of the wrong kind, or of another model
 
 LOADS = """
 import resource, sys
@@ -127,7 +127,7 @@ def no_weights(path):
 
 
 def twice(path):
-    """Put a tensor into two files: which one mlx-lm takes depends on the file system."""
+    """Put a tensor into two files. The file system decides which of the two mlx-lm reads."""
     weights, other = mx.load(str(shard(path, 1))), mx.load(str(shard(path, 0)))
     weights |= {next(n for n in other if "switch_mlp" in n): mx.zeros(8)}
     mx.eval(weights)
@@ -150,7 +150,7 @@ def strange(header):
 
 
 def set_config(path, **changes):
-    """Change values of a config.json. ``a__b`` is b in a. The quantization has two names."""
+    """Change values of a config.json (``a__b``: key b of a). The quantization has two keys."""
     config = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
         *outer, key = key.split("__")
@@ -198,7 +198,7 @@ def test_a_bad_folder(damage, damaged, failing_load, in_time):
         moelab.footprint(damaged)
 
 
-CRASHES = {  # mlx-lm divides by a size that it takes, or infers, from config.json
+CRASHES = {  # mlx-lm divides by a size that it reads in config.json or infers from it
     "qwen3_moe": {"quantization__group_size": 0},
     "qwen3_5_moe": {"text_config__shared_expert_intermediate_size": 1},
     "dots1": {"n_group": False},
@@ -294,7 +294,7 @@ def test_read_fails_anywhere(mode, good, want, any_reads, monkeypatch):
         views[0][:] = b"\xa5" * len(views[0])
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    config = moelab.StreamConfig(mode=mode, slots=SLOTS, prefetch="none")  # as many reads each time
+    config = moelab.StreamConfig(mode=mode, slots=SLOTS, prefetch="none")  # equal reads each time
     with load_model(good, config)[0] as model:
         patch_preadv(monkeypatch, failing)
         near = {"atol": 0 if mode in ("stacked", "fused") else 1e-4, "rtol": 0}
@@ -315,7 +315,7 @@ def test_read_fails_anywhere(mode, good, want, any_reads, monkeypatch):
 
 
 def until_it_reads(model):
-    """Generate until something must be read."""
+    """Generate until an expert must be read."""
     for i in range(20):
         generate(model)
         model(mx.array([[(t + 7 * i) % families.VOCAB for t in PROMPT]]))
@@ -332,7 +332,7 @@ def modify(file, later_ns=1_000_000):
 
 CHANGES = {
     "modified": modify,
-    "restored": partial(modify, later_ns=0),  # by a backup, say: only the ctime shows it
+    "restored": partial(modify, later_ns=0),  # as by a backup: only the ctime differs
     "restored and linked": lambda file: (modify(file, 0), os.link(file, file.with_suffix(".2"))),
     "truncated": partial(os.truncate, length=5000),
 }
@@ -356,10 +356,10 @@ def test_file_changed_while_streamed(mode, change, damaged, any_reads):
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_file_linked_or_replaced_while_streamed(mode, damaged, want, tmp_path, failing_load):
-    """An open file stays: the model goes on with its bytes until it is loaded again."""
+    """A loaded model goes on with the bytes of its open files, until the model is loaded again."""
     files = [*damaged.glob("*.safetensors")]
     with load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
-        # These change the ctime, but not the content.
+        # Both changes leave the content and give the file a new ctime.
         for change in (lambda file: os.link(file, tmp_path / file.name), attribute):
             [*map(change, files)]
             np.testing.assert_allclose(generate(model), want, atol=1e-4)
@@ -393,7 +393,7 @@ WHILE_LOADED = {
 @pytest.mark.parametrize("change", WHILE_LOADED)
 @pytest.mark.parametrize("mode", ("resident", "fused"))
 def test_file_changed_while_loaded(mode, change, damaged, want, failing_load, monkeypatch):
-    """After its headers were read, the file changes; its tensors may now lie elsewhere."""
+    """The file changes after its headers were read: its tensors may now lie elsewhere."""
 
     def changing(*args):
         time.sleep(0.02)
@@ -411,7 +411,7 @@ def test_file_changed_while_loaded(mode, change, damaged, want, failing_load, mo
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_closed_model(mode, good):
-    """It answers no call, although its slots hold every expert and nothing would be read."""
+    """A closed model answers no call, although every expert is in a slot and need not be read."""
     before = num_open()
     model, _ = load_model(good, moelab.StreamConfig(mode=mode, slots=E))
     model(mx.arange(40)[None])

@@ -1,8 +1,8 @@
-"""The sliders in JupyterLab: each is moved, the figure must change, and no callback may fail.
+"""Move each slider in JupyterLab: the figure must change, and no callback may fail.
 
-Of each notebook only the cells that its sliders need are run; nbmake runs the others. Needs
-Chromium (or Chrome) and its driver, ``make browser``; skipped without. Screenshots of what was seen
-are ``build/browser_NN.png``, ``browser_NN_390.png`` on a screen as narrow as a phone's, and
+Only the cells that a notebook's sliders need are run; nbmake runs the others. Without Chromium (or
+Chrome) and its driver (``make browser`` installs both) these tests are skipped. Screenshots are
+``build/browser_NN.png``, ``browser_NN_390.png`` on a screen as narrow as a phone's, and
 ``browser_NN_failed.png`` where a wait timed out.
 """
 
@@ -31,7 +31,7 @@ from moelab.lab.plots.widgets import STATE_CLASS
 FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run")
 FLAGS += ("disable-background-networking", "disable-component-update", "window-size=1400,1100")
 ROOT = Path(__file__).parent.parent
-SECONDS = 120  # for the cells of a notebook, or for one move; a busy machine needs them
+SECONDS = 120  # for a notebook's cells or for one move; a busy machine needs so many
 # The notebooks with sliders.
 NOTEBOOKS = [path for path in committed.NOTEBOOKS if "explore(" in path.read_text()]
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
@@ -63,7 +63,7 @@ return labels.filter(label => !shown.includes(label.replaceAll('<br>', '')));
 
 
 def names(cell, *how):
-    """The global names that a cell reads or binds, by the names of Python's instructions."""
+    """The global names that a cell reads or binds, by Python's instructions called ``how``."""
     codes = [compile(cell.source, "cell", "exec")]
     for code in codes:
         codes += [const for const in code.co_consts if hasattr(const, "co_code")]
@@ -71,7 +71,7 @@ def names(cell, *how):
 
 
 def of_the_sliders(notebook):
-    """The notebook with only the cells that its sliders' cell needs, and that cell."""
+    """The notebook with only the cell of its sliders and the cells that this cell needs."""
     code = [c for c in notebook.cells if c.cell_type == "code"]
     last = next(i for i, c in enumerate(code) if "explore(" in c.source)
     kept, needed = [code[last]], names(code[last], *READS)
@@ -176,7 +176,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
     for i, handle in enumerate(handles):
         browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", handle)
         if not moved(handle):
-            continue  # a single choice, in a FAST run
+            continue  # in a FAST run the slider has a single choice
         for button in browser.find_elements(By.CSS_SELECTOR, ".widget-vbox button.jupyter-button"):
             browser.execute_script("arguments[0].click()", button)
         state = f"document.querySelector('.{STATE_CLASS}').textContent.trim()"

@@ -39,7 +39,7 @@ from moelab.prompt import encode
 
 @pytest.fixture
 def work(monkeypatch):
-    """A mock that ends ``generate`` when it has its arguments and its configuration."""
+    """A mock that ends ``generate`` once the command has its arguments and configuration."""
     monkeypatch.setattr(generate, "check_kv_cache", work := Mock(side_effect=SystemExit(0)))
     return work
 
@@ -49,7 +49,7 @@ def work(monkeypatch):
 
 @pytest.mark.parametrize("command", [generate, cache_prompt, chat, serve, bench, plan, synthesize])
 def test_no_option_is_ignored_and_a_number_is_finite_and_has_bounds(command):
-    """Each option is read by a command here or, for ``chat``, by mlx-lm's module of it."""
+    """Each option is read by one of moelab's commands or, for ``chat``, by mlx-lm's ``chat``."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     source = "".join(p.read_text() for p in Path(serve.__file__).parent.rglob("*.py"))
@@ -64,8 +64,8 @@ def test_no_option_is_ignored_and_a_number_is_finite_and_has_bounds(command):
                 assert action.choices or isinstance(value, (str, list, tuple)), action.dest
 
 
-# Mistakes: ``GOOD`` has a line of each command that works; another model or more words in the line
-# are mistakes. ``OWN`` has each command's own mistakes, and what the error says.
+# Mistakes: ``GOOD`` has a valid line for each command. With a model of ``MODELS`` or the words of
+# ``MORE`` the line is a mistake. ``OWN`` has each command's own mistakes, and what the error says.
 GOOD = {
     "check": "m",
     "generate": "m --prompt x",
@@ -226,7 +226,7 @@ def mistakes():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, moe, model_path):
-    """A folder with models and with what is none."""
+    """A folder with models, and with files and folders that are no models."""
     here = tmp_path_factory.mktemp("place")
     for name in ("tiny-draft", "tiny-dflash", "tiny-mtp"):
         (here / name).symlink_to(moelab.DATA / "models" / name)
@@ -293,7 +293,7 @@ def test_usage_says_how_it_was_started(started_as, run, monkeypatch):
 
 
 def test_what_help_and_the_first_second_need():
-    """``--help`` imports no command and no MLX, which takes most of a second."""
+    """``--help`` imports no command and not MLX, whose import takes most of a second."""
     code = (
         "import sys\n"
         "from moelab.__main__ import parse\n"
@@ -307,7 +307,7 @@ def test_what_help_and_the_first_second_need():
 
 
 def servers_parser():
-    """The parser of mlx-lm's server, which makes it in ``main``."""
+    """The parser that mlx-lm's server makes in its ``main``."""
     with pytest.MonkeyPatch.context() as patched, pytest.raises(StopIteration) as stop:
         made = argparse.ArgumentParser()
         made.parse_args = Mock(side_effect=StopIteration(made))
@@ -330,7 +330,7 @@ def servers_parser():
     ],
 )  # fmt: skip
 def test_the_flags_are_those_of_mlx_lm(ours, theirs, others):
-    """Ours has all of mlx-lm's flags, with its defaults, except flags of another meaning."""
+    """Our parser has mlx-lm's flags and defaults, except flags that mean something else here."""
     parser = argparse.ArgumentParser()
     ours.add_arguments(parser)
     found, wanted = parser._option_string_actions, theirs()._option_string_actions
@@ -362,7 +362,7 @@ def test_a_stream_option_counts(option, value, work, run):
     ],
 )
 def test_the_environment_of_swiftlm(variables, now, work, monkeypatch, run):
-    """SwiftLM's variables are honoured and named; the command's own options come first."""
+    """SwiftLM's variables are honoured and named; the command's own options override them."""
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     options = [] if "24" in now else ["--slots", "9"]
@@ -396,7 +396,7 @@ def test_a_dash_reads_standard_input(data, refused, work, monkeypatch, run):
 
 
 def test_a_prompt_without_a_token():
-    """Some tokenizers make nothing of blanks."""
+    """Some tokenizers make no token of blanks."""
     with pytest.raises(ValueError, match="prompt '   ': .* at least one token"):
         encode(SimpleNamespace(encode=lambda text: []), "   ")
 
@@ -466,7 +466,7 @@ save = kv_cache.mlx_lm_cache.save_prompt_cache
 sys.argv[1:] = {!r}.split()
 runpy.run_module("moelab", run_name="__main__")
 """
-CUTS = {  # a command of model M: where it is cut off, and what it says
+CUTS = {  # a command on model M: where Ctrl-C ends it, and what it says
     "check M --json o.json": ("from moelab.lab import check\ncheck.swapped_s = begin", ""),
     "generate M -p v": ("sys.meta_path.insert(0, Imported())", ""),
     "generate M -p w": ("session.Room.parts = begin", ""),
@@ -482,7 +482,7 @@ CUTS = {  # a command of model M: where it is cut off, and what it says
 
 @pytest.mark.parametrize("command", CUTS)
 def test_ctrl_c_leaves_nothing(command, model_path, tmp_path):
-    """Also if it comes in a destructor, which loses it. A child left would hold the pipes."""
+    """Also in a destructor, where Python loses Ctrl-C. A child left behind would hold the pipes."""
     cut, said = CUTS[command]
     script = CTRL_C.format(cut, command.replace("M", str(model_path)))
     done = subprocess.run(
@@ -517,7 +517,7 @@ def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
     here, make = tmp_path / "a [x]", dict(config=small(), tokenizer=tokenizer, progress=False)
     model, cache, packed = (str(here / name) for name in ("m [1]", "c [2].safetensors", "p [3]"))
     synthesize_.synthesize(model, **make)
-    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # what the pattern matches
+    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # a [x] and m [1] as patterns
     say = ("--prompt", "def", "--max-tokens", "4")
     for argv in (
         ("plan", model),

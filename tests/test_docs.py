@@ -1,8 +1,8 @@
-"""Documents, the files for pip and conda, imports: links, numbers, requirements, order are right.
+"""Links and numbers of the documents, requirements of pip and conda, and imports are right.
 
-No measured number is typed into prose: it would not follow its record. ``MEASURED`` says what
-counts as a measured number, ``NO_PROSE`` where numbers may stand. A setting with a unit is written
-as code: `100 MB/s`.
+No measured number is typed into prose: the number would not follow its record. ``MEASURED`` says
+what counts as a measured number, ``NO_PROSE`` where numbers may stand. A setting with a unit is
+written as code: `100 MB/s`.
 """
 
 import ast
@@ -25,7 +25,7 @@ import notebooks
 from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
-DROPPED = ROOT / "docs/did_not_work.md"  # its numbers are of code that is gone, and have sources
+DROPPED = ROOT / "docs/did_not_work.md"  # has numbers of code that is gone, with their sources
 SCORECARD = ROOT / "docs/scorecard.md"
 DOCUMENTS = (README, GUIDE, DROPPED, SCORECARD, *NOTEBOOKS)
 BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` writes
@@ -95,7 +95,7 @@ def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
 def test_commands_of_the_set_up(path):
-    """Both documents name the systems that pip and MLX need, the tests, and targets of make."""
+    """Both documents name the systems that pip and MLX need, ``make test``, and targets of make."""
     text = path.read_text()
     for asked in ("Python 3.11 or newer", "glibc 2.35", "macOS 14 or newer on Apple silicon"):
         assert asked in text
@@ -138,7 +138,7 @@ def test_a_first_failure_hides_no_other():
         assert all(step["run"].count("pytest") < 2 for step in tests)
 
 
-# From the top: a room imports what is below it. All may import "", moelab's own modules.
+# From the top: a room (folder) imports rooms below it. All may import "", the modules of moelab/.
 ROOMS = "__main__|lab|commands||replay|streaming speculation|experts|checkpoint kernels"
 FLOORS = {room: i for i, floor in enumerate(ROOMS.split("|")) for room in floor.split(" ")}
 
@@ -166,7 +166,7 @@ def test_imports_go_down():
         if ".ipynb_checkpoints" not in p.parts  # which JupyterLab makes
     }
     graph = {m: {i for i in imports(p, paths) if i in paths} - {m} for m, p in paths.items()}
-    TopologicalSorter(graph).prepare()  # or the error names the cycle
+    TopologicalSorter(graph).prepare()  # raises an error that names a cycle
     for module, found in graph.items():
         for room in {room_of(imported) for imported in found} - {room_of(module), ""}:
             assert FLOORS[room] > FLOORS[room_of(module)], f"{module} imports {room}"

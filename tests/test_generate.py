@@ -29,7 +29,7 @@ RESIDENT = moelab.StreamConfig(mode="resident")
 MLX_LM_GENERATE = importlib.import_module("mlx_lm.generate")  # mlx_lm.generate is a function
 PROMPT = "import numpy as np\n\ndef softmax(x, axis=-1):"
 DRAFTS = [None, "lookup", DATA / "models/tiny-draft", DATA / "models/tiny-dflash"]
-TEMPLATE = (  # one that adds something
+TEMPLATE = (  # a chat template that adds something to messages
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
 )
@@ -57,7 +57,7 @@ def command(run):
 
 
 def theirs(capsys, monkeypatch, *argv):
-    """Return the text that ``python -m mlx_lm generate`` prints, the model in float32."""
+    """Return the text that ``python -m mlx_lm generate`` prints with the model in float32."""
 
     def load(path, **kwargs):
         kwargs.pop("model_config", None)
@@ -89,7 +89,7 @@ WAYS = {  # options, and the drafts with which the text is the same
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
-    """The text is mlx-lm's with any draft and quantized caches; so is the prompt that is shown."""
+    """With any draft and with quantized caches the text and the shown prompt are mlx-lm's."""
     (options, drafts), k = WAYS[way], 50 if way == "sampled" else 0
     same = ["--prompt", PROMPT, "--max-tokens", 24, *options]
     wanted = theirs(capsys, monkeypatch, "--model", MODEL, *same, "--top-k", k)
@@ -116,7 +116,7 @@ def test_a_cache_of_a_limited_size(size, tokenizer, command, capsys, monkeypatch
 
 
 def test_what_ends_a_text(command, capsys, monkeypatch):
-    """Tokens by text and by number end a text; --verbose F prints the bare text."""
+    """End tokens, given as text or as a number, end a text; --verbose F prints the bare text."""
     more = ["-p", "def f(x):\\n", "-m", 12]
     whole = text_of(command("generate", MODEL, *SLOTS, *more))
     assert whole.startswith("def f(x):\n    ") and ").diff" in whole  # two tokens
@@ -128,14 +128,14 @@ def test_what_ends_a_text(command, capsys, monkeypatch):
         assert text_of(got) == "def f(x):\n" + wanted
     assert command("generate", MODEL, *SLOTS, *more, "--verbose", "F") == wanted + "\n"
     said = command("generate", MODEL, *SLOTS, "-p", "-", "-m", 1, stdin="a\\nb")
-    assert said.startswith("a\\nb")  # standard input as it is
+    assert said.startswith("a\\nb")  # standard input is read as it is
 
 
 def test_the_plan_is_told_on_stderr(capsys, monkeypatch):
     """stdout has the answer and the figures; stderr has the plan and what repack gains."""
     argv = ["generate", "--model", str(MODEL), "-p", PROMPT, "-m", "32"]
     argv += ["--memory-nbytes", "200MB"]
-    monkeypatch.setattr(generate, "WORTH", 0)  # which is less than any gain
+    monkeypatch.setattr(generate, "WORTH", 0)  # less than any gain
     assert main(argv) == main([*argv, "--verbose", "f"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"\[.* tok/s, 32 tokens; prompt .*; arrays took at most \d+ MB\]", out)
@@ -202,7 +202,7 @@ def test_an_older_template(newer, tmp_path):
 
 
 def test_a_template_that_fails(chatty, command, tmp_path):
-    """One refuses a system prompt; another changes messages, so that no prompt can go on."""
+    """A template refuses a system prompt; another changes a prompt that should be continued."""
     model, file = tmp_path / "m", tmp_path / "p.safetensors"
     shutil.copytree(chatty, model)
     (model / "chat_template.jinja").write_text(
@@ -249,7 +249,7 @@ def replaced(name, change):
     return lambda arrays, about: ({**arrays, name: change(arrays[name])}, {**about})
 
 
-CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a state, 7 keys, values
+CHANGES = {  # of arrays and metadata in a file; tiny-moe's layer 0 has a state, 7 keys and values
     "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
     "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
     "too many tokens": replaced("7.2", lambda a: a + 1000),
@@ -259,7 +259,7 @@ CHANGES = {  # of a file's arrays and metadata; of tiny-moe's layers, 0 has a st
 
 
 def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
-    """Checksum or sizes show it; without a checksum other numbers are used, with a warning."""
+    """Checksum or sizes show the damage; without a checksum changed numbers only get a warning."""
     file = tmp_path / "p.safetensors"
     more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     command("cache-prompt", *more)
@@ -314,7 +314,7 @@ def said(out):
 
 
 def test_chat(chatty, command):
-    """Two messages, which ``r`` forgets, then the first again, then the end of the file."""
+    """Two messages come, ``r`` forgets them, the first comes again, then the file ends."""
     first, second = "def read_json(path):", "\ndef write_json(path):"
     model, tokenizer = moelab.load(MODEL, moelab.StreamConfig(slots=16))
     with model:
@@ -336,7 +336,7 @@ def test_chat(chatty, command):
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, run, monkeypatch):
-    """A terminal shows the progress of reading it; each later message gets the warning, too."""
+    """A terminal shows how far a long message is read; each later message gets the warning, too."""
     long = "def f(x): return x + 1; " * 40
     monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]

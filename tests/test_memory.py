@@ -44,7 +44,7 @@ def test_the_tightest_group_above_decides_else_the_system(cgroups):
     above = {"memory.max": 300 * MB, "memory.current": 190 * MB, "memory.stat": "inactive_file 0"}
     cgroups("0::/user/job", {"user/job": job, "user": above})
     assert memory.memory_limit() == 300 * MB
-    assert memory.memory_in_cgroups() == 110 * MB  # less than the 431 MB of the inner one
+    assert memory.memory_in_cgroups() == 110 * MB  # less than the inner group's 431 MB
     cgroups("0::/user/job", {"user": {"memory.high": 200 * MB}})
     assert memory.memory_limit() == 200 * MB and memory.memory_in_cgroups() == 10 * MB
     cgroups("0::/user/job", {"user": {"memory.max": "max", "memory.high": "max"}})
@@ -81,7 +81,7 @@ def test_on_a_gpu(monkeypatch):
 
 
 def stopped(*options):
-    """What was served by a server that was started and stopped."""
+    """The ``Served`` of a server that was started and stopped."""
     _, engine = started(*options)
     engine.stop()
     return engine.served
@@ -122,7 +122,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
     ],
 )
 def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):
-    """No more texts are begun than fit; a short text counts as half a whole one."""
+    """No more texts are begun than fit; a short text counts as half of a whole one."""
     served = stopped("--memory-nbytes", *options)
     texts = [served.context] * 40
     fit = max(n for n in range(41) if served.fits(texts[:n]))

@@ -1,4 +1,4 @@
-"""What is asked of the operating system. For macOS a C library stands in for its own."""
+"""What is asked of the operating system. For macOS, a C library stands in for macOS's own."""
 
 import ctypes
 import os
@@ -46,7 +46,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def mac(library, tmp_path, monkeypatch):
-    """macOS's side in this process; ``set`` sets a number of the library."""
+    """``system.Mac`` over the library; ``set`` sets one of the library's numbers."""
     monkeypatch.setenv("DARWIN_LOG", str(tmp_path / "log"))
     mac = system.Mac()
     mac.libc = ctypes.CDLL(str(library), use_errno=True)
@@ -68,7 +68,7 @@ def test_a_macs_pages_are_dropped(mac, tmp_path):
 
 
 def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch):
-    """At a normal level it does not swap, whatever was compressed; ``check`` says so, too."""
+    """At a normal level a Mac does not swap, whatever was compressed; ``check`` says so, too."""
     monkeypatch.setattr(check, "memory_available", lambda: 10**9)
     monkeypatch.setattr(check, "card", machine.card.__wrapped__)
     for level, swaps in ((1, False), (2, True), (4, True)):
@@ -85,7 +85,7 @@ def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch
 
 @pytest.mark.parametrize("newer", (0, 1))
 def test_a_macs_free_memory(newer, mac, monkeypatch):
-    """macOS 27 has more counts, and refuses a question for the old ones alone."""
+    """macOS 27 has more counts, and refuses to give the old counts alone."""
     mac.set("newer", newer)
     mac.set("level", 4)
     monkeypatch.setattr(memory, "memory_in_cgroups", lambda: None)
@@ -97,7 +97,7 @@ def test_a_macs_free_memory(newer, mac, monkeypatch):
 
 
 def test_a_mac_that_repeats_an_answer_knows_what_arrays_took_since(mac):
-    """The kernel renews its answer 2 to 10 times a second, and repeats it to all other questions.
+    """The kernel renews its answer 2 to 10 times a second, and repeats the last answer meanwhile.
 
     A prompt's memory that was just returned must not cost slots.
     """
@@ -114,7 +114,7 @@ def test_a_mac_that_repeats_an_answer_knows_what_arrays_took_since(mac):
 
 
 def test_a_macs_plan_counts_what_a_former_model_took(mac, monkeypatch):
-    """On Metal MLX keeps the memory of freed arrays, for the system it is in use."""
+    """On Metal MLX keeps the memory of freed arrays, and the system counts this memory as used."""
     monkeypatch.setattr(memory, "memory_in_cgroups", lambda: None)
     monkeypatch.setattr(plans, "memory_in_cgroups", lambda: None)
     mac.set("free_pages", 1_100_000)
@@ -177,7 +177,7 @@ def test_what_is_not_known_is_not_asked(tmp_path):
 
 @pytest.mark.parametrize("draft", (False, True))
 def test_a_macs_memory_is_wired_while_decoding_is_timed(draft, monkeypatch):
-    """As in mlx-lm's ``stream_generate``: from the prompt's first part to the last token."""
+    """Memory is wired as in mlx-lm's ``stream_generate``: from the first prompt part to the end."""
     told = []
     with load(TINY, StreamConfig(slots=8))[0] as model:
         monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 10**12})
@@ -198,7 +198,7 @@ def test_a_spawned_child_asks_no_stream_of_another_threads_gpu(monkeypatch):
 
 
 def test_where_nothing_is_read_past_the_page_cache(monkeypatch):
-    """As on macOS nothing is compiled for them, and ``reads="direct"`` reads as ``cached`` does."""
+    """As on macOS: no code is compiled for such reads, and ``reads="direct"`` is as ``cached``."""
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     monkeypatch.setattr(flight, "built", lambda *_: pytest.fail("compiled"))
     model, _ = load(TINY, StreamConfig(slots=8, reads="direct"))
@@ -207,8 +207,8 @@ def test_where_nothing_is_read_past_the_page_cache(monkeypatch):
         mx.eval(model(mx.array([[1, 2, 3]])))
 
 
-# Linux's functions are taken from Python and moelab is told that this is macOS. The library comes
-# before Linux's, so that it gets each call of Python's ``fcntl``, too.
+# Python loses Linux's functions and moelab is told that this is macOS. The library is loaded before
+# Linux's C library, so that the calls of Python's ``fcntl`` go to the library, too.
 ON_A_MAC = """
 import mmap, os, sys, time
 from pathlib import Path

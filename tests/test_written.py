@@ -1,4 +1,4 @@
-"""Checkpoints that are written, whole or not at all: repacked, and synthetic of real shapes."""
+"""Checkpoints that are repacked, or synthetic of real shapes, are written whole or not at all."""
 
 import io
 import json
@@ -132,7 +132,7 @@ def test_bad_input(moe, packed, tmp_path, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 0))
         refused(OSError, "not enough disk .* is free; choose another disk")
-    with monkeypatch.context() as m:  # when it is compared, the disk returns another byte
+    with monkeypatch.context() as m:  # the disk returns other bytes than it got
         m.setattr(repack_module, "open", lambda *args: Spoilt(io.FileIO(*args)), raising=False)
         refused(OSError, "proj.weight, expert 0 is not what was written: check the disk")
     assert not list(tmp_path.iterdir())
@@ -178,10 +178,10 @@ def test_a_disk_that_takes_no_more(step, moe, tmp_path, monkeypatch, run):
 
 
 def test_links_in_a_source(moe, tmp_path):
-    """A snapshot of the Hub is packed; a link to elsewhere, which may be a secret, is not."""
+    """A Hub snapshot's links are followed. A link to elsewhere, perhaps to a secret, is refused."""
     blobs, source = shutil.copytree(moe, tmp_path / "blobs"), tmp_path / "snapshots" / "main"
     (blobs / "notes.txt").write_text("ours")
-    (blobs / ".DS_Store").write_text("Finder's")  # which writes it meanwhile, too
+    (blobs / ".DS_Store").write_text("Finder's")  # Finder may write it at any time
     (secret := tmp_path / "secret").write_text("mine")
     source.mkdir(parents=True)
     for file in blobs.iterdir():

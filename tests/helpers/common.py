@@ -26,7 +26,7 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 
 def tries(n: int, **settings):
     """Hypothesis's settings: ``n`` examples, a quarter of them in ``make test``."""
-    import hypothesis  # not for the ranks of a test, which import this file
+    import hypothesis  # here, so that a test's ranks, which import this file, do not need it
 
     return hypothesis.settings(max_examples=n // 4 if FAST else n, **settings)
 

@@ -7,7 +7,7 @@ import numpy as np
 from mlx_lm.models import qwen3
 
 D, V, L, b = 32, 64, 6, 5
-CONFIG = {  # the keys of z-lab's config.json, in little
+CONFIG = {  # the keys of z-lab's config.json, with small sizes
     "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
     "attention_bias": False, "attention_dropout": 0.0, "block_size": b, "bos_token_id": 1,
     "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1, 2, 3]}, "dtype": "bfloat16",

@@ -36,14 +36,14 @@ class Guess:
 
 
 def repeat(tokens, n, choose):
-    """Guesses what followed when the last token occurred before."""
+    """Guess the tokens that followed the last token where it occurred before."""
     last = tokens[-1]
     found = next((i for i in range(len(tokens) - 2, -1, -1) if tokens[i] == last), None)
     return [] if found is None else tokens[found + 1 : found + 1 + n]
 
 
 def told(plain):
-    """Guesses two right tokens, then a wrong one, given the text ``plain``: every block is cut."""
+    """Given the text ``plain``, guess two right tokens, then a wrong one: every block is cut."""
 
     def guess(tokens, n, choose):
         following = plain[len(tokens) :][:n]

@@ -1,4 +1,4 @@
-"""A ``Served`` for dialects, without a model, and strict checks by official clients' types."""
+"""A ``Served`` without a model, for dialects; strict checks with the types of official clients."""
 
 from argparse import Namespace
 from functools import cache

@@ -1,7 +1,7 @@
 """Every mlx-lm family built on SwitchGLU or SwitchMLP, as a tiny random checkpoint.
 
     FAMILIES[name]                          how a small model of the family is configured
-    NOT_STREAMED[name]                      the same of a family that moelab refuses
+    NOT_STREAMED[name]                      the same for a family that moelab refuses
     write_checkpoint(name, path, variant)   the checkpoint on disk, in mlx-lm's own layout
 
 ``tests/streaming/test_families.py`` fails while mlx-lm has a family that is not listed here. For
@@ -37,7 +37,7 @@ ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 KINDS = ["sliding_attention", "full_attention"]
-# Every family's names, some for the same quantity; mlx-lm drops those that a family does not know.
+# Names of all families, some for the same quantity. mlx-lm drops names that a family does not know.
 COMMON = {
     "vocab_size": VOCAB, "num_vocab": VOCAB, "vocab_size_per_layer_input": VOCAB,
     "ngram_vocab_size_ratio": 2, "hidden_size": D, "model_dim": D, "num_hidden_layers": 2,
@@ -93,7 +93,7 @@ OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json has beyond ``COMMON``; ``text``: the same of a ``text_config`` in it."""
+    """What config.json has beyond ``COMMON``; ``text``: what its ``text_config`` has beyond it."""
 
     config: dict = field(default_factory=dict)
     text: dict | None = None
@@ -109,7 +109,7 @@ class Family:
 
 GEMMA4 = {"top_k_experts": K, "tie_word_embeddings": True}
 MISTRAL4 = {"rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}}
-SMALL = {"intermediate_size": F}  # here the experts' size has this name
+SMALL = {"intermediate_size": F}  # some families name the experts' size so
 FAMILIES = {
     **dict.fromkeys(
         ["Klear", "afmoe", "bailing_moe", "deepseek", "deepseek_v3", "deepseek_v32", "exaone_moe",
@@ -203,14 +203,14 @@ VARIANTS = {
 COMMON_VARIANTS = ("affine4", "affine8", "mxfp4", "mixed", "sharded", "plain")
 # These families' experts differ: gate/up/down, the same in a hybrid, with additive biases, fc1/fc2.
 EVERY_VARIANT = ("qwen3_moe", "qwen3_5_moe", "gpt_oss", "nemotron_h")
-# How the names of the families' router weights end.
+# Endings of the names of the families' router weights.
 ROUTERS = ("gate.weight", "router.weight", "router.proj.weight", "router.layer.weight")
 ROUTERS += ("classifier.weight", "gate.wg.weight")
 MODEL_FILES = {p.stem: p.read_text() for p in Path(mlx_lm.models.__path__[0]).glob("*.py")}
 
 
 def variant_of(name: str) -> str:
-    """Choose a family's variant by its name alone, so that a new family changes no other's."""
+    """Choose a variant by a family's name alone: a new family changes no other's variant."""
     return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
 
 
@@ -308,7 +308,7 @@ GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
 def per_expert(prefix: str, names: dict[str, str]):
-    """The layout with a tensor for each expert; ``names`` has its names of the projections."""
+    """The layout with a tensor for each expert; ``names`` has the layout's names of projections."""
 
     def convert(parent, tensors):
         return {
@@ -334,7 +334,7 @@ def gate_up(name: str, down_name: str, transposed: bool = False):
 
 
 def alternating(parent, tensors):
-    """gpt-oss: rows of gate and up in turn, mxfp4 in blocks of 32 numbers in 16 bytes."""
+    """gpt-oss: rows of gate and up alternate; blocks of mxfp4 hold 32 numbers in 16 bytes."""
     out = {}
     for kind, end in {"weight": "blocks", "scales": "scales", "bias": "bias"}.items():
         gate, up, down = (tensors[p, kind] for p in GATE_UP_DOWN)
@@ -346,8 +346,8 @@ def alternating(parent, tensors):
     return out
 
 
-# Families in the layout of the checkpoints that their authors publish, which mlx-lm's ``sanitize``
-# rearranges: the variant that such a file has, and how it stores the experts of one module.
+# Families whose authors publish another layout, which mlx-lm's ``sanitize`` rearranges: the variant
+# of such a checkpoint, and a function that brings one module's experts into the layout.
 IN_ONE = ("experts.gate_up_proj", "experts.down_proj")
 HUGGING_FACE = {
     "mixtral": ("affine4", per_expert("experts", dict(zip(GATE_UP_DOWN, ("w1", "w3", "w2"))))),
@@ -360,7 +360,7 @@ HUGGING_FACE = {
     "llama4": ("plain", gate_up(*IN_ONE, transposed=True)),
     "qwen3_vl_moe": ("plain", gate_up(*IN_ONE, transposed=True)),
 }
-# Families among these whose experts' gate or up is not contiguous: they cannot be streamed.
+# In these families' checkpoints an expert's gate or up is not contiguous: they cannot be streamed.
 REARRANGED = {"gpt_oss", "llama4", "qwen3_vl_moe"}
 
 
@@ -392,7 +392,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
 
 
 def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: int = 1) -> None:
-    """Write config.json, weights in ``shards`` files, neighbours apart, and their index."""
+    """Write config.json, an index and ``shards`` files of weights, neighbours in different ones."""
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names, weight_map = sorted(weights), {}

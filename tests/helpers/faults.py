@@ -1,4 +1,4 @@
-"""Where and how a test's reads are made, damage to a file, and an interrupt at any line."""
+"""Helpers that choose how a test's reads are made, damage a file, or interrupt at any line."""
 
 import contextlib
 import dis
@@ -64,7 +64,7 @@ class Interrupt:
 
 
 def at_every_line(package, step, run):
-    """Interrupts ``run`` before every ``step``-th line of a package, and says where each time."""
+    """Interrupt ``run`` before every ``step``-th line of a package, and yield each such place."""
     for n in itertools.count(1, step):
         with Interrupt(n, package) as interrupt, contextlib.suppress(KeyboardInterrupt):
             run()
@@ -75,7 +75,7 @@ def at_every_line(package, step, run):
 
 @functools.cache
 def _is_safe(code, at):
-    """CPython handles no signal at a NOP (``try``), nor before a ``with``'s exit (three None)."""
+    """Whether CPython handles no signal here: a NOP (``try``) or a ``with``'s exit (three None)."""
     following = (i for i in dis.get_instructions(code) if i.offset >= at)
     three = [(i.opname, i.argval) for i in itertools.islice(following, 3)]
     return three[0][0] == "NOP" or three == [("LOAD_CONST", None)] * 3

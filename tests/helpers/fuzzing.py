@@ -2,8 +2,8 @@
 
     python tests/helpers/fuzzing.py BASES FIRST STEP LAST
 
-works on cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A case is a function of
-its number alone: kind of file, file and damage are drawn from ``random.Random(number)``.
+tries cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A case follows from its
+number alone: kind of file, file and damage are drawn from ``random.Random(number)``.
 """
 
 import faulthandler
@@ -65,7 +65,7 @@ VALUES = [  # JSON, and what looks like it
 
 
 def places(text):
-    """Where each value of a JSON document is: its key's first character, its own, and its end."""
+    """Yield where each JSON value is: the start of its key, its own start, and its end."""
     key = None
     for token in TOKEN.finditer(text):
         start, end = token.span()
@@ -80,7 +80,7 @@ def places(text):
 
 def edit(text, rng):
     """Edit the structure of a JSON document once."""
-    spots = list(places(text))[:500]  # else a tokenizer's vocabulary is nearly always chosen
+    spots = list(places(text))[:500]  # else nearly all spots are in a tokenizer's vocabulary
     first, start, end = rng.choice(spots)
     other_first, other_start, other_end = rng.choice(spots)
     key, old, other = text[first:start], text[start:end], text[other_start:other_end]
@@ -216,7 +216,7 @@ def write_bases(path):
             '{"eos_token_id": [3, 4], "temperature": 0.6}'
         )
     packed = repack(path / CONFIGS[0], path / "packed", progress=False)
-    shutil.copytree(packed, path / "unsigned")  # as version 0.1 wrote it
+    shutil.copytree(packed, path / "unsigned")  # without checksums, as version 0.1 wrote it
     for file in (path / "unsigned").glob("experts-*"):
         edit_header(file, lambda header: header["__metadata__"].pop("crc32"))
     write_draft(
@@ -307,7 +307,7 @@ right_text = cache(text)
 
 
 def model(base, damaged):
-    """The undamaged folder's text, or plain mlx-lm's from the damaged one: it may be valid, too."""
+    """Compare with the undamaged folder's text, then with mlx-lm's: damaged files may be valid."""
     moelab.footprint(damaged)
     if (got := text(damaged)) == right_text(base):
         return "same text"

@@ -1,4 +1,4 @@
-"""Servers in a test's own process, so that none has to start, and a client's requests."""
+"""Servers in a test's own process, so that no process has to start, and a client's requests."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ PROMPTS = [
     "if __name__ ==",
 ]
 USUAL = {"model": "default_model", "max_tokens": 16}
-# Runs a test with each of two servers (fixture ``served``): in batches, and with a draft.
+# Runs a test with two servers (fixture ``served``) in turn: one in batches, one with a draft.
 two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
 
 
@@ -52,14 +52,14 @@ def chat(client, *messages, **fields):
 
 
 class Here:
-    """A server at ``url``, which ends with /v1, and OpenAI's client of it."""
+    """A server at ``url``, which ends with /v1, and OpenAI's client for it."""
 
     def __init__(self, url):
         self.url = url
         self.client = openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
 
     def post(self, path, body):
-        """The status and answer of a request, which may be nonsense."""
+        """The status and the answer of a request. The request may be nonsense."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = httpx.post(self.url + path, content=data, timeout=600)
         return answer.status_code, answer.json()
@@ -91,7 +91,7 @@ def started(*options, model=MODEL):
 
 @contextmanager
 def serving(*options, **model):
-    """A server of the command."""
+    """A server as the command ``serve`` starts it."""
     app, engine = started(*options, **model)
     try:
         with listening(app, engine) as url:

@@ -2,7 +2,7 @@
 
     python tests/helpers/parts.py [--all] [PART ...]
 
-``--all`` runs the slow tests too (conftest.py lists them), everything but the notebooks at full
+``--all`` runs the slow tests, too (conftest.py lists them), and all parts but the notebooks at full
 size. What pytest says of a part is in build/test-PART.log.
 """
 
@@ -27,7 +27,7 @@ PARTS = {  # the longest first
     "speculation": ["tests/speculation", "tests/replay", "tests/kernels"],
     "lab": ["tests/lab"],
 }
-AT_ONCE = 3  # more than two cores: tests also wait for processes, reads and clients
+AT_ONCE = 3  # more than there are cores: tests also wait for processes, reads, clients
 SAY_S = 60  # seconds between two lines about how far a part is
 say = partial(print, end="", flush=True)  # a line at once: two threads print
 

@@ -2,7 +2,7 @@
 
     python rank_work.py MODEL SETTINGS [HOW]    HOW: what goes wrong amid an answer
 
-After an error it ends as a command does: one line on stderr and status 1.
+After an error the process ends as a command does: with one line on stderr and status 1.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PROMPT, STEPS = [(31 * i + 5) % 96 for i in range(20)], 4
 
 
 def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) -> list[tuple]:
-    """Return for each model a hash of all logits, which ``[L, E]`` were read, hits and misses."""
+    """Return for each model a hash of all logits, the experts read ``[L, E]``, hits and misses."""
     found = []
     for model_path, fields in cases:
         # As in the tests' process. A Mac's GPU would read ahead if there is one rank only.

@@ -125,7 +125,7 @@ def one_by_one(model, cache, tokens):
 
 
 def play(model, cache, reference, rounds, strategy, seed=0, batch=1, vocab=V):
-    """The largest difference of ``Rollback`` to plain decoding, over rounds of (read, kept)."""
+    """The largest difference of ``Rollback`` to plain decoding, in rounds (tokens read, kept)."""
     r = Rollback(model, cache, strategy)
     tokens, i, worst = ids(seed, sum(m for m, _ in rounds), batch, vocab), 0, 0.0
     for m, keep in rounds:

@@ -15,7 +15,7 @@ USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 ALL = f"<think>Hm</think>\n\nA{CALL}\n{CALL}<think>I</think>B"
-SAID = {  # what a model says and how it ends, and the items: thoughts begin with *
+SAID = {  # what a model says and how it ends; the answer's items, thoughts with a *
     "text": (["Hello"], ["Hello"]),
     "nothing": ([""], []),
     "a cut thought": (["<think>Hm", "length"], ["*Hm"]),
@@ -35,7 +35,7 @@ TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 
 
 def caller():
-    """What is served of a model that thinks and calls tools."""
+    """The ``Served`` of a model that thinks and calls tools."""
     served = fake_served()
     served.tokenizer = wrapped(TEMPLATE)
     return served

@@ -36,7 +36,7 @@ LLAMA4 |= {"attention_dropout": 0.0}
 NGRAMS = {"ple_layer_ids": [1], "ple_embed_dim": 64, "heads_per_ngram": 1, "eos_token_id": 2}
 NGRAMS |= {"ngram_vocab_size_base": 500, "split_ngram_parts": 3}
 
-# As mlx-lm's families of the same name.
+# Families with the config of mlx-lm's family of the same name.
 SAME = ["afmoe", "bailing_moe", "bailing_moe_linear", "deepseek", "deepseek_v2", "deepseek_v3"]
 SAME += ["deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "gemma4_text", "glm4_moe"]
 SAME += ["glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoehybrid", "hunyuan", "jamba"]
@@ -49,7 +49,7 @@ FAMILIES = {
     "deepseek_v4": {"num_hash_layers": 1}, "longcat_flash_sparse": {"moe_topk": K},
     "minimax_m3": families.FAMILIES["minimax_m3_vl"].text, "qwen3_5_moe_text": QWEN,
 }  # fmt: skip
-# Their text's config is in ``text_config``: what it says, and what the outer one says.
+# Families with a ``text_config``: what it says, and what the config around it says.
 OUTER = {
     "deepseek_vl_v2": (GREEDY, {"vision_config": {"model_type": "vision"}, **PROJECTS}),
     "deepseekocr": (
@@ -88,10 +88,10 @@ REFUSED = {
     "qwen4_exp_mtp": "expected a model, got a draft head",
 }
 NAMES = sorted({*FAMILIES, *OUTER} - REFUSED.keys())
-# mlx-lm's classes have the same names for their tensors.
+# Families whose tensors have the same names in mlx-lm's classes.
 BOTH = {"gemma4", "kimi_k25", "kimi_k3", "llama4", "minimax_m3_vl", "mistral3", "qwen3_5_moe"}
 BOTH |= {"qwen3_vl_moe"}
-# Drafts are refused, as their caches merge tokens.
+# Families with which drafts are refused, since their caches merge tokens.
 UNDRAFTED = {"glm5_next"}
 
 
