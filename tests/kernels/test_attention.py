@@ -162,7 +162,7 @@ def test_a_recurrence_in_parts_gives_the_same_bits(threads, monkeypatch):
 
 @pytest.mark.parametrize("vector", (False, True))
 def test_masked_tokens_leave_the_state(vector):
-    """Rows of a batch, as if their masked tokens were not there: bit for bit."""
+    """Each row of a batch gets the bits that it gets without its masked tokens."""
     *arrays, state = recurrence(B=2, vector=vector)
     mask = mx.array([[True] * 5, [False, False, True, False, True]])
     y, last = gated_delta.gated_delta(*arrays, state, mask)

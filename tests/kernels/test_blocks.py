@@ -1,4 +1,4 @@
-"""Blocks that compute in one piece, and what makes them go mlx-lm's way."""
+"""Blocks that compute in one piece, and what makes them compute as mlx-lm does."""
 
 import copy
 import functools
@@ -125,7 +125,7 @@ PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_ex
 
 @pytest.mark.parametrize("part, step", [*PARTS, ("", 4)])
 def test_hooks_see_every_call(part, step, load):
-    """With a hook on a whole layer, as a draft sets it, the layer keeps its record and its bits."""
+    """A layer with a hook around it, as a draft sets one, keeps its recorded pass and its bits."""
     model, seen = load("qwen3_5_moe"), []
     want, layer = logits(model, step=step), model.layers[0]
     module, record = layer, layer._passes[step]
@@ -187,7 +187,7 @@ def taken_back(model, strategy, wrong):
 @pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
 def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
-    """Meanwhile they keep less memory than a state for each token would take."""
+    """Meanwhile ``Rollback`` keeps less memory than a state for each token would take."""
     model = load(family)
     want = logits(model)
     got, states = taken_back(model, strategy, [90, 91, 92])
@@ -198,7 +198,7 @@ def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
 
 @pytest.mark.parametrize("strategy", ("replay", "states"))
 def test_a_pass_that_goes_mlxs_way_can_be_taken_back(strategy, load):
-    """A hook on a block's convolution is called, and the tapes are there."""
+    """A hook on a block's convolution is called, and ``Rollback`` still records what it needs."""
     model, seen = load("qwen3_5_moe"), []
     want, layer = logits(model), next(layer for layer in model.layers if layer.is_linear)
 

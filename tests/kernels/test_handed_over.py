@@ -1,6 +1,6 @@
 """What a model's caller hands to native code: caches, inputs and parameters of any layout and size.
 
-Each case is drawn from its number. The fast kernels give what MLX's give, or one clear error. More:
+Each case is drawn from its number. The fast kernels give what MLX's give, or one error. For more:
 
     MOELAB_FUZZ=2000 python -m pytest tests/kernels/test_handed_over.py
 """
@@ -28,7 +28,7 @@ PARAMETERS = "norm.weight", "dt_bias", "A_log", "conv1d.weight", "scales", "bias
 
 
 def turned(a):
-    """The same numbers, the last two axes apart in memory."""
+    """The same numbers, with the last two axes swapped in memory."""
     return mx.contiguous(a.swapaxes(-1, -2)).swapaxes(-1, -2) if a.ndim > 1 else every_other(a)
 
 
@@ -64,7 +64,7 @@ OTHER = {
 
 @pytest.fixture(scope="module")
 def pairs(stored):
-    """Of each family a model with fast kernels, one with MLX's, and caches of 1, 2 and 3 texts."""
+    """For each family a model with fast kernels, one with MLX's, and caches of 1, 2 and 3 texts."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modules, "FLOAT_WEIGHTS", 0)
         patch.setattr(layers, "IN_PLACE_NBYTES", 0)
@@ -81,14 +81,14 @@ def pairs(stored):
 
 
 def arrays_of(cache):
-    """A cache's arrays, by a name to set them with."""
+    """A cache's arrays, by the names that ``with_arrays`` sets."""
     if isinstance(cache, ArraysCache):
         return dict(enumerate(cache.cache))
     return {name: getattr(cache, name, None) for name in ("keys", "values")}
 
 
 def with_arrays(caches, arrays):
-    """Caches in the state of others, but for these arrays."""
+    """Copies of caches, with these arrays in place of their own."""
     made = [copy.copy(c) for c in caches]
     for new, given in zip(made, arrays):
         vars(new).update({"cache": [*given.values()]} if isinstance(new, ArraysCache) else given)
@@ -96,7 +96,7 @@ def with_arrays(caches, arrays):
 
 
 def drawn(number, pairs):
-    """A case: its family, the text of what is unlike usual, the tokens, caches and parameters."""
+    """A case: models, caches, arrays, passes, changed parameters, and all changes in words."""
     draw = random.Random(number)
     family = draw.choice(FAMILIES)
     fast, mlx, caches = pairs[family]

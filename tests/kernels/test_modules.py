@@ -42,7 +42,7 @@ def chosen(tokens, top_k=2):
 
 
 def use(layer, *args):
-    """What MLX gives; from then on the layer computes with the kernels."""
+    """Return what MLX's kernels give, then let the layer compute with ours."""
     want = layer(*args)
     mx.eval(want)
     kernels.use(layer)
@@ -67,7 +67,7 @@ def test_experts(form, tokens, bias):
     assert near(got, want)
     each = [layer(x[:, i : i + 1], indices[:, i : i + 1]) for i in range(tokens)]
     assert mx.array_equal(mx.concatenate(each, axis=1), got)
-    half = x.astype(mx.bfloat16)  # goes MLX's way
+    half = x.astype(mx.bfloat16)  # MLX's kernels compute it
     assert layer(half, indices).dtype == SwitchGLU.__call__(layer, half, indices).dtype
 
 
@@ -84,7 +84,7 @@ def test_experts_of_other_forms_go_by_projection(wider, in_one_call):
 @pytest.mark.parametrize("x", (1e18, 1e19, 1e25, 1e38, np.inf, -np.inf, np.nan))
 @pytest.mark.parametrize("bits", (2, 4, 8))
 def test_large_inputs_and_those_that_are_no_numbers(bits, x, recwarn):
-    """No warnings of numpy, and numbers where MLX has numbers."""
+    """numpy gives no warnings, and a result is finite where MLX's is."""
     of = normal(2, 5, 64)
     of[1, 3, 7] = x
     of[0] = mx.clip(of[0] * (x if np.isfinite(x) else 1), -3e38, 3e38)
@@ -139,14 +139,14 @@ def test_what_does_not_fit_goes_the_way_of_mlx(monkeypatch):
     want = nn.QuantizedLinear.__call__(fast.layers[0], x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
-    monkeypatch.undo()  # small plain matrices, and those on macOS
+    monkeypatch.undo()  # ``small_matrices`` ends: small matrices, and all on macOS, are MLX's
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
     assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
     monkeypatch.setattr(modules, "HERE", Mac())
     assert kernels.use(nn.Sequential(nn.Linear(256, 64))) == {"fast": 0, "mlx": 1}
 
 
-# Every family in a form of its own, and gpt_oss in that of its authors' checkpoints.
+# Every family in one form, chosen by its name, and gpt_oss in its authors' form, too.
 FAMILIES = sorted(
     {
         (name, ("affine4", "affine8", "mxfp4", "plain32")[zlib.crc32(name.encode()) % 4])

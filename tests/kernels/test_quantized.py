@@ -23,7 +23,7 @@ def quantize(w, form):
 
 
 def dequantize(packed, form):
-    """What they hold, float64 ``[E, N, D]``."""
+    """The numbers that packed matrices hold, float64 ``[E, N, D]``."""
     mode, bits, group = form
     if mode == "float":
         return packed[0].astype(np.float64)
@@ -33,7 +33,7 @@ def dequantize(packed, form):
 
 
 def matrices(form, outputs, inputs, experts=1, seed=0):
-    """Random matrices, and what they hold."""
+    """Random packed matrices, and the numbers that they hold."""
     packed = quantize(mx.random.normal((experts, outputs, inputs), key=mx.random.key(seed)), form)
     return quantized.Matrices(*packed, *reversed(form)), dequantize(packed, form)
 

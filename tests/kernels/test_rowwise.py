@@ -1,4 +1,4 @@
-"""What blocks compute between their products, against MLX, and the same bits for any division."""
+"""What blocks compute between products: near MLX's, and the same bits however work is divided."""
 
 import functools
 
@@ -24,7 +24,7 @@ near = functools.partial(near, bound=1e-6)
 
 @pytest.fixture(params=(1, 2, 5), autouse=True)
 def threads(request, monkeypatch):
-    """Work of any size is divided for so many threads."""
+    """Work of any size is divided among this many threads."""
     monkeypatch.setattr(code, "num_threads", lambda: request.param)
     monkeypatch.setattr(team, "SHARED_WORK", 0)
 
@@ -50,7 +50,7 @@ def test_exponentials_over_the_range_of_float32():
     x = np.linspace(-103, 88.7, 50_000, dtype=np.float32)[None]
     want = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
     got = rowwise.gated(x, np.ones_like(x)).astype(np.float64)
-    whole = x > -88.7  # below, e**-x comes to inf, with which the result is 0, with MLX too
+    whole = x > -88.7  # below, e**-x is inf and the result 0, with MLX too
     assert (np.abs(got - want) <= 4e-7 * np.abs(want))[whole].all()
     assert np.abs(got[~whole]).max() < 1e-36
     assert np.isnan(rowwise.gated(np.full((1, 4), np.nan, np.float32), normal(1, 4))).all()

@@ -34,7 +34,7 @@ def compiled(monkeypatch):
 
 
 def pack():
-    """What the kernel does that brings rows into order."""
+    """The result of the kernel that brings rows into order."""
     x, y, sums = np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.zeros(8, np.float32)
     run = code.kernel_of.__wrapped__(quantized._Packer, 8, 4, 64, 1)
     run(x.ctypes.data, y.ctypes.data, sums.ctypes.data, 1)
@@ -43,7 +43,7 @@ def pack():
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that interrupts")
 def test_no_interrupt_is_lost_on_the_way_to_mlx():
-    """``mx.array(a)`` loses one in eight."""
+    """``mx.array(a)`` would lose one interrupt in eight."""
     came, caught, rng = 0, 0, np.random.default_rng(0)
 
     def interrupt(*_):
@@ -103,7 +103,7 @@ REPLACED = {
 
 @pytest.mark.parametrize("how", REPLACED)
 def test_a_damaged_file_is_replaced(folder, compiled, how, in_time):
-    """So is one that others may write to. No FIFO is waited for, no device read without end."""
+    """So is a file that others may write to. No FIFO is waited for, no device read without end."""
     want = pack()
     (file,) = folder.iterdir()
     whole = file.read_bytes()

@@ -1,4 +1,4 @@
-"""The team: pieces are computed once each, whoever is there, whatever else runs."""
+"""The team: each piece is computed once, whichever threads take part and whatever else runs."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def test_callers_in_many_threads_and_threads_that_sleep(count):
         team.run(count, counts.ctypes.data, pieces=2)
     assert (counts == 5).all()
     names = [thread.name for thread in threading.enumerate()]
-    made = team._team()  # one, by the threads of its first use; None on one core
+    made = team._team()  # one team, with the threads of its first use; None on one core
     started = sum(name.startswith("moelab-team") for name in names)
     assert started == (len(made._threads) if made else 0)
 

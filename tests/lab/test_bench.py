@@ -72,7 +72,7 @@ def test_the_clock_starts_after_the_draft_is_ready(streamed):
 
 
 def test_rounds_on_a_gpu_accept_as_many_drafts_resident_as_streamed():
-    """Streaming changes no text: what differs from the undrafted one is rounding."""
+    """Streaming changes no text: only rounding makes it differ from the text without drafts."""
     made = records.read("cuda_drafts_dflash").query("num_drafts in ('1', '3', '7', '15')")
     for _, rounds in made.groupby(["num_drafts", "round"]):
         assert len(rounds) == 3 and rounds.committed.map(tuple).nunique() == 1
@@ -93,7 +93,7 @@ def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, t
 
 
 def test_guesses_of_a_given_quality_for_a_text_that_is_fed(random_tiny_moe):
-    """Whatever is drafted, the target reads the trace's tokens and chooses what it would have."""
+    """Whatever is drafted, the target reads the trace's tokens and chooses as without drafts."""
     drafts, code = ("oracle:0.5", "oracle:1", "oracle:0"), DATA / "traces" / "code.npz"
     variants = bench.crossed({"fused": StreamConfig(slots=64)}, draft=drafts, lengths=(3, "auto"))
     amount = {"tokens": 40, "runs": 1, "warmup": 2, "feed": f"{code}:16"}
@@ -137,7 +137,7 @@ def test_bench(model_path, together, runs, monkeypatch):
     assert set(records.same_tokens(r, "resident").values()) == {(runs, runs)}
     hits, nbytes = (r.groupby("variant")[c].mean() for c in ("hit_rate", "read_nbytes_per_token"))
     assert hits["serial"] == 0 and 0 <= hits["fused"] < 1 and math.isnan(hits["resident"])
-    experts = 4 * 4  # layers x top-k: every one is read by serial
+    experts = 4 * 4  # layers x top-k: serial reads every one of them
     assert nbytes["serial"] == pytest.approx(experts * 3 * 128 * 64 * 36 / 64)
     assert "same" in (text := bench.report(r)) and "DIFFER" not in text
     records.values(r, "serial", "tokens")[0][2] += 1
@@ -145,7 +145,7 @@ def test_bench(model_path, together, runs, monkeypatch):
 
 
 def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypatch):
-    """All write the same tokens. The oracle reads nothing in vain. Each token begins cold."""
+    """All write the same tokens. The oracle reads no expert in vain. Each token begins cold."""
     packed, dropped = repack(model_path, tmp_path / "packed", progress=False), []
     monkeypatch.setattr(bench.oscache, "drop_pages", dropped.append)
     variants = {
@@ -159,8 +159,8 @@ def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypa
     oracle = made[made.variant.str.startswith("oracle")]
     assert (oracle.prefetch_issued > 0).all() and (oracle.prefetch_wasted == 0).all()
     assert not made[made.variant.str.startswith("none")].prefetch_issued.any()
-    each = 1 + 1 + (1 + 3)  # before the prompt and the clock, and before each token
-    assert dropped.count(packed) == (2 - FAST) * (3 * each + 1)  # the oracle drops once more
+    each = 1 + 1 + (1 + 3)  # before the prompt, before the clock and before each token
+    assert dropped.count(packed) == (2 - FAST) * (3 * each + 1)  # once more for the oracle
 
 
 def test_the_command_takes_every_prompt_in_turn_and_saves(model_path, tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_tokens_made_to_miss():
     rows = cost.rows_with_misses(3, 5, 2, 24, 4, np.random.default_rng(0))
     hit = eviction.held(rows, 24, 4, "lru")
     assert rows.shape == (5, 2, 4) and (hit[1:].sum(-1) == 4 - 3).all()
-    for layer in range(2):  # none twice, or the page cache would have it
+    for layer in range(2):  # no expert twice, or the page cache would have it
         assert np.unique(rows[:, layer][~hit[:, layer]], return_counts=True)[1].max() == 1
 
 
@@ -208,7 +208,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
 
 
 def test_costs_follow_from_the_samples():
-    """Made of known costs: half of the shorter of reads and arithmetic is hidden, or a quarter."""
+    """Samples of known costs hide half or a quarter of the shorter of reads and arithmetic."""
     L, K, nbytes, hit_s = 2, 4, 10, 0.01
     own = {"fixed_s": 7e-3, "held_fixed_s": 6e-3, "expert_s": 1e-4, "prompt_token_s": 1e-3}
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}

@@ -42,7 +42,7 @@ def test_the_host_does_one_thing_after_another(model_path):
     for _, host in spans[spans.lane == "host"].sort_values("begin_s").groupby("variant"):
         assert (host.end_s.to_numpy()[:-1] <= host.begin_s.to_numpy()[1:] + 1e-6).all()
     layers = spans[(spans.lane == "experts") & (spans.variant == "fused")]
-    assert len(layers) == 4  # the model's
+    assert len(layers) == 4  # as many as the model has
 
 
 def test_operations_are_counted_and_hooks_see_every_layer_and_leave_none(model_path):
@@ -78,7 +78,7 @@ def test_how_experts_were_read_follows_from_the_rows():
     assert found.loc["again"].page_percent == 0, "the disk brought more than was needed"
 
 
-# Ranks of tiny-moe write one text; a simulated SSD delays and changes no token
+# Ranks of tiny-moe write one text; a simulated SSD delays tokens and changes none
 
 
 def test_ranks_read_less_and_wait_for_a_slow_ssd():
@@ -121,7 +121,7 @@ def test_a_text_is_read_on_and_begun_anew(peer, logits):
     read = begin()
     read(IDS[:-1])
     in_parts = read(IDS[-1:]).copy()
-    loose = 0.1 if peer == peers.LLAMA_CPP else 1e-3  # it rounds activations to 8 bits
+    loose = 0.1 if peer == peers.LLAMA_CPP else 1e-3  # llama.cpp rounds activations to 8 bits
     for found in (in_parts, begin()(IDS)):
         np.testing.assert_allclose(found, logits, atol=loose * logits.std())
 
@@ -180,11 +180,11 @@ def model(model_path):
 
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_windows_hold_every_byte_once(model, length):
-    """Whatever the length, also where a character is cut in several tokens."""
+    """Windows of any length, also where a character is cut into several tokens."""
     some = quality.windows(model[1], TEXTS, length)
     assert some.nbytes.sum() == sum(len(t.encode()) for t in TEXTS)
     assert some.counts.max() <= length and some.ids.shape[1] == length + 1
-    # what is predicted in all windows of a file, in a row, is the file
+    # the predicted tokens of all windows of a file, in a row, are the file
     ids = [i for row, n in zip(some.ids, some.counts) for i in row[1 : n + 1]]
     assert model[1].decode(ids) == "".join(TEXTS)
     few = quality.windows(model[1], TEXTS, length, count=3)
@@ -192,7 +192,7 @@ def test_windows_hold_every_byte_once(model, length):
 
 
 def test_bits_are_those_of_the_definition(model):
-    """Each token's surprise given those before it in its window, whatever the padding and batch."""
+    """Each token's surprise given the window's earlier tokens, whatever the padding and batch."""
     net, tok = model
     some = quality.windows(tok, TEXTS, 16, count=5)
     bits = []

@@ -111,7 +111,7 @@ def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
     assert list(following.figure.layout.yaxis.range) == [0, 8]
     made._draw(style.describe(style.figure("a longer title", "x", "y"), "alt", "finding"))
     made.controls["top_k"].value = 2
-    assert made._heading.value.count("a longer title") == 1  # hidden: its room stays
+    assert made._heading.value.count("a longer title") == 1  # hidden, so that its room stays
 
 
 def test_an_error_is_shown_until_a_slider_redraws_the_figure(capsys):
@@ -155,7 +155,7 @@ show(draw())
 explore(draw, k=slider("k", 2, 3, 2))
 """
 DRAWING = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
-# What cells write to stderr, and how often it stands on the page: as code, and if it is shown.
+# What cells write to stderr, and how often the page has it: in the code, and again if it is shown.
 STDERR = {
     "bench: 100%|██████| 3/3 [01:02<00:00,  2.1 s/run] load: 7file [00:01, 5.6file/s]": 1,
     "  0%|          | 0/3 [00:00<?, ?run/s]out of memory": 2,
@@ -203,7 +203,7 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
 
 
 def test_an_index_is_written_again_and_links_other_machines(built, tmp_path, capsys):
-    """It lists pages that were made elsewhere. A damaged description is refused."""
+    """The index lists pages that were made elsewhere. A damaged description is refused."""
     said = json.loads((built / "00_first.json").read_text()) | {"fast": False, "failed": False}
     for folder, machine in ((tmp_path, "A & B"), (tmp_path / "macos-15", "M1")):
         folder.mkdir(exist_ok=True)

@@ -45,7 +45,7 @@ def test_killed_in_the_middle_it_leaves_no_process(tmp_path):
 
 
 def test_strategies_of_other_systems(tmp_path, monkeypatch):
-    """Version 2 of cgroups and systemd: files behave as there, only nothing is limited."""
+    """Files stand in for cgroups of version 2 and for systemd, and limit nothing."""
     own = tmp_path / "user.slice" / "a.service"
     own.mkdir(parents=True)
     (tmp_path / "own").write_text("0::/user.slice/a.service\n")
@@ -63,7 +63,7 @@ def test_strategies_of_other_systems(tmp_path, monkeypatch):
     (own / "memory.max").write_text(str(50 * MB))
     done = limit.run(["echo", "7"], 50 * MB)
     assert (done.stdout.strip(), done.how) == ("7", "systemd-run --user")
-    for folder in (tmp_path, tmp_path / "user.slice"):  # the nearest is taken
+    for folder in (tmp_path, tmp_path / "user.slice"):  # the nearest folder is taken
         (folder / "cgroup.subtree_control").write_text("cpu memory")
     with limit.limited(123 * MB) as prepared:
         assert (prepared.how, prepared.group.parent) == ("cgroup v2", tmp_path / "user.slice")
@@ -109,7 +109,7 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
 
 @pytest.mark.parametrize("memory", (10**9, 16 * 10**7))
 def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, tmp_path):
-    """It has streamed and resident texts, or texts with all and half of the slots that fit."""
+    """The file has streamed and resident texts, or texts with all and half of the fitting slots."""
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (memory, 0))
     monkeypatch.setattr(check, "TOKENS", 4)
     monkeypatch.setattr(check, "WARMUP", 2)
@@ -172,4 +172,4 @@ def test_dropped_pages_are_read_again(tmp_path):
     assert cached_nbytes(tmp_path) == 4 * MB
     if before is not None:
         assert oscache.disk_read_nbytes() - before >= 4 * MB - left
-    assert cached_nbytes(tmp_path / "c.txt") == 2 * MB  # was left alone
+    assert cached_nbytes(tmp_path / "c.txt") == 2 * MB  # its pages were not dropped

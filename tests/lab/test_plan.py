@@ -23,7 +23,7 @@ TINY = moelab.DATA / "models" / "tiny-moe"
 # In these tests a GPU's models are float32, with scales that take more memory than a user's.
 on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="needs a user's plans")
 
-# Parameters as published, in billions; an n-gram table of 51 takes 5 bits for each, as 57 of 4.5.
+# Published parameters, in billions. An n-gram table of 51 at 5 bits takes as much as 57 at 4.5.
 PUBLISHED_B = {
     "qwen3.5-35b-a3b": 34.7, "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397,
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 117,
@@ -47,7 +47,7 @@ def test_a_models_sizes_follow_from_its_configuration(name):
 def test_a_forecasts_parts_are_its_token_and_a_better_machine_is_faster(capsys):
     machine = Machine.mac(16 * 2**30, 3e9, CHIPS["M4"] * 1e9)
     found = plan.forecast("gpt-oss-20b", machine)
-    assert found.slots == named("gpt-oss-20b", machine.most).slots  # the engine's
+    assert found.slots == named("gpt-oss-20b", machine.most).slots  # as in the engine
     assert sum(found.parts_s.values()) == pytest.approx(found.advice.token_s, rel=0.01)
     least, most = found.prompt_s(1000)
     assert 0 < least < most and found.prompt_s(1)[0] < least
@@ -68,11 +68,11 @@ def test_a_macs_gigabytes_are_gibibytes(is_mac, gigabyte, monkeypatch):
 def test_a_draft_saves_waits_and_arithmetic_and_reads_more():
     found = plan.forecast("gpt-oss-120b", Machine.mac(32e9, 6e9, 150e9))
     alone, right, wrong = found.parts_s, found.with_drafts(3, 1.0), found.with_drafts(3, 0.0)
-    # All right: each token reads as much as before, and goes through the layers a fourth as often.
+    # All right: a token reads as much as without drafts, and takes a fourth of a pass.
     assert right["SSD"] == pytest.approx(alone["SSD"])
     assert right["layer overhead"] == pytest.approx(alone["layer overhead"] / 4)
     assert alone["arithmetic"] / 4 < right["arithmetic"] < alone["arithmetic"]
-    # All wrong: a pass gives one token and reads a draft's experts for nothing.
+    # All wrong: a pass gives one token and reads the experts of the drafts for nothing.
     assert wrong["SSD"] > alone["SSD"]
     assert sum(right.values()) < sum(alone.values()) < sum(wrong.values())
 
@@ -130,7 +130,7 @@ def test_a_mac_is_filled_by_what_slots_are_worth():
 
 
 def test_a_folder_follows_the_rule_on_a_mac(monkeypatch):
-    total = 3 * 10**9  # of which a plan may fill little
+    total = 3 * 10**9  # a plan may fill little of this
     monkeypatch.setattr(memory, "HERE", Mac())
     monkeypatch.setattr(plans.HERE, "memory", lambda: (total, total))
     monkeypatch.setattr(plans, "_memory", lambda: (total - 10**8, 10**8))
@@ -143,7 +143,7 @@ def test_a_folder_follows_the_rule_on_a_mac(monkeypatch):
 
 
 def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
-    """With a smaller model than a user's, on the drive of this folder; a terminal shows it."""
+    """A small model is timed on the drive of this folder; a terminal shows the progress."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setitem(plan.synthesize.CONFIGS, "small", small())
@@ -155,7 +155,7 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
 
 
 def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compared(monkeypatch):
-    """Packed experts are measured; as many slots fit as ``plan`` takes, also by a record."""
+    """What ``repack`` gains is said; as many slots fit as ``plan`` takes, also by a record."""
     monkeypatch.setattr(plan, "measure_costs", lambda _: Costs(1e-2, 5e-5, 1e-9, 4e-9))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)  # no Mac has so little memory
     text, found = plan.of_folder(TINY, ram=0.2), planned(TINY, 150e6)
@@ -175,7 +175,7 @@ def test_what_a_plan_says_of_itself_follows_from_published_speeds_and_our_own(mo
     near = (sources <= plan.FORMULA_SPREAD).sum()
     number = ["no", "one", "two", "three", "four", "five", "six", "seven"]
     assert plan.FORMULA_NEAR.startswith(f"{number[near]} of {number[len(sources)]} published")
-    few = [own for own in recipe.OWN if own[-1] == 4]  # of 40 layers they take long
+    few = [own for own in recipe.OWN if own[-1] == 4]  # those of 40 layers take long
     monkeypatch.setattr(recipe, "OWN", few)
     own = recipe.own()
     assert (own.factor <= plan.OWN_SPREAD).mean() > 0.8 and own.factor.median() < 1.15

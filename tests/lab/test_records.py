@@ -66,9 +66,9 @@ def test_a_run_whose_speed_drifts_is_disturbed():
         return [{"variant": str(over), "round": i, "decode_s": over * s} for i, s, over in each]
 
     assert records.drift(rows(1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0)) == 0  # in single rounds
-    assert records.drift(rows(1.0, 9.0, 1.0, 9.0)) == 0  # too few
+    assert records.drift(rows(1.0, 9.0, 1.0, 9.0)) == 0  # too few rounds
     assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25)) == pytest.approx(0.25)
-    assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25, scale=0.5)) == 0  # too short
+    assert records.drift(rows(1.0, 1.0, 1.1, 1.1, 1.25, 1.25, scale=0.5)) == 0  # too short a time
     assert records.drift([{"variant": "a", "round": i, "counted": i} for i in range(9)]) == 0
     assert records.Running("bench").record(rows(1.0, 1.0, 1.0, 1.0, 1.2, 1.2))["load"]["disturbed"]
 
@@ -111,7 +111,7 @@ def test_a_ratio_that_parts_from_its_record_is_said(table):
 
 @pytest.mark.parametrize("n, low", [(1, 0), (5, 0), (6, 0), (9, 1), (20, 5), (64, 23), (100, 39)])
 def test_an_interval_has_the_confidence_of_the_sign_test(n, low):
-    """The ranks are those of its tables; below six samples none reaches 95%."""
+    """The ranks are those of the sign test's tables; below six samples no interval reaches 95%."""
     found = records.interval(range(n))
     assert (found["low"], found["high"]) == (low, n - 1 - low)
     within = sum(math.comb(n, k) for k in range(low + 1, n - low))
@@ -199,7 +199,7 @@ def test_a_part_makes_its_checkpoints_and_its_records(tmp_path, monkeypatch, cap
     assert "changed by more than its interval: 1 of 1" in told
 
     assert recipe.main() == 0 and "one: cpu_a (old: engine 1)" in capsys.readouterr().out
-    assert recipe.old({"machine": {"engine": None}, "rows": []}) == ""  # of MLX alone
+    assert recipe.old({"machine": {"engine": None}, "rows": []}) == ""  # a record of MLX alone
 
     monkeypatch.setattr(recipe, "card", lambda: {"backend": "CUDA"})
     with pytest.raises(SystemExit, match="makes records cuda_"):
@@ -228,13 +228,13 @@ BOUND = {"least": 1.05, "within": 1.1}  # an effect smaller than 1.1 is none
         ({"here": at([2.0, 2.5, 3.0], most=2.2)}, "open", r"Open: here: 2\.5 .*at most 2.2"),
         ({"here": at(3, most=4)}, "confirmed", "here: 3 "),  # a count
         ({"warm": YES, "cold": NO}, "depends", r"^Warm it does\.$"),
-        # A claim holds if most regimes confirm it; one that refutes it is enough against it.
+        # A claim holds if most regimes confirm it. If none does, one that refutes it is enough.
         ({"a": YES, "b": YES, "c": OPEN}, "confirmed", r"^Confirmed in 2 of 3 regimes: a: 2 "),
         ({"a": YES, "b": OPEN}, "open", r"^Open in 1 of 2 regimes: b: 1\.25 "),
         ({"a": NO, "b": OPEN, "c": OPEN}, "refuted", "^Refuted in 1 of 3 regimes: a: "),
         ({"a": YES, "b": NO, "c": OPEN}, "depends", "^Warm it does"),
         ({"a": OPEN, "b": OPEN}, "open", "^Open in 2 of 2 regimes: a: "),
-        # An equivalence bound refutes what is too small, and the gate comes first.
+        # An interval within the equivalence bound refutes, unless the gate confirms.
         ({"here": at([0.95, 1.07], least=1.05)}, "open", ""),
         ({"here": at([0.95, 1.07], **BOUND)}, "refuted", ""),
         ({"here": at([0.95, 1.12], **BOUND)}, "open", ""),

@@ -15,7 +15,7 @@ TRACES = sorted(p.stem for p in (DATA / "traces").glob("*.npz"))
 
 @pytest.fixture(scope="module", params=[0, 1])
 def small(request):
-    """Small enough for references that loop."""
+    """A trace that is small enough for references that loop."""
     of = locality.Locality((0.8, 0.1), (0.2, 0.7), (1.0, 5.0))
     return locality.synthesize(of, 40, 3, 11, 4, seed=request.param)
 
@@ -31,7 +31,7 @@ def test_lru_hit_rate(small):
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
 @pytest.mark.parametrize("m", (1, 3, 39))
 def test_missing(small, m, slots):
-    """Against lists: what a window needs, less the last ``slots`` different ones before it."""
+    """Against lists: a window's experts, less the last ``slots`` different ones used before it."""
     T, L, _ = small.experts.shape
     want = np.zeros((T - m + 1, L))
     for layer in range(L):
@@ -50,7 +50,7 @@ def test_missing(small, m, slots):
 
 
 def test_what_a_layer_tells_of_the_next():
-    """A layer that copies the one before is predicted wholly, an independent one by popularity."""
+    """A layer that copies the layer before is predicted, an independent layer only by chance."""
     t = locality.synthesize(locality.Locality((0.0,), (0.0,), (1.0,)), 400, 2, 8, 2, seed=1)
     first = t.experts[:, :1]
     shift = locality.decode_trace(np.concatenate([first, (first + 3) % 8, t.experts[:, 1:]], 1), 8)
@@ -68,10 +68,10 @@ def test_a_synthetic_trace_repeats_no_expert_and_follows_its_seed():
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_fitted_trace_has_the_recorded_ones_locality(name):
-    """Means over layers, to 0.03 in overlap with the last token and in LRU hit rates from K to E/2.
+    """Means over layers agree to 0.03: overlap with the last token, LRU hit rates from K to E/2.
 
-    Beyond E/2 slots to 0.05: popularity is no exact power, and while the model writes a few
-    experts are hardly ever used.
+    Beyond E/2 slots they agree to 0.05: popularity is no exact power, and while the model writes, a
+    few experts are hardly ever used.
     """
     trace = locality.recorded_trace(name).decode
     T, L, K = trace.experts.shape
@@ -97,7 +97,7 @@ def test_too_short_a_trace(small):
 
 
 def test_the_recipe_records_what_ships():
-    """The first tokens again; where experts nearly tie another machine may choose otherwise."""
+    """The first tokens are recorded again. If experts nearly tie, a machine may choose another."""
     folder = DATA / "models" / "tiny-moe"
     text = recipe.texts(folder)["code"]
     model, tokenizer = moelab.load(folder, moelab.StreamConfig(mode="resident"))
@@ -121,7 +121,7 @@ def test_four_times_the_experts_have_the_hit_rate_of_the_trace(name):
 
 
 def test_without_room_for_variants_a_token_takes_its_most_frequent_experts():
-    """Other tokens share kinds, with experts as popular."""
+    """Tokens outside the trace share kinds (sets of experts), with experts about as popular."""
     trace = recorded_trace("code")
     routing = by_token.fit(trace, 8, 64, 8, 8192, 1024)
     token = np.bincount(trace.tokens).argmax()

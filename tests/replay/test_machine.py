@@ -102,7 +102,7 @@ def test_among_equals_it_takes_the_setting_that_moves_least_or_has_the_fewest_sl
 def test_it_does_not_take_the_slow_middle():
     s = settings(1.6e9, READS, [8, 80, 160])
     ms = {n: r.mean_s for (n, *_), r in s.items()}
-    assert ms[80] > max(ms[8], ms[160])  # the page cache holds what the slots hold
+    assert ms[80] > max(ms[8], ms[160])  # the page cache holds the slots' experts, too
     assert advice.pick(s)[0] == min(ms, key=ms.get) != 80
 
 

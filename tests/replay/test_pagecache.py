@@ -41,7 +41,7 @@ def test_the_default_reads_less_than_lru_in_each_trace_that_we_have(S):
 
 
 def fewest_misses(rows, S):
-    """By trying every choice."""
+    """The fewest misses, by trying every choice."""
 
     @cache
     def best(i, content):
@@ -97,7 +97,7 @@ MB = 1_000_000
 
 
 def reference(units, capacity, ratio):
-    """Linux's two lists, spelled out: newest first, one set of flags."""
+    """Linux's two lists of pages, in plain Python: newest first, and one set of flags."""
     inactive, active, referenced, shadow, age, found = [], [], set(), {}, 0, []
     for u in units:
         found.append(u in inactive or u in active)
@@ -162,14 +162,14 @@ print(json.dumps([disk, int(stat["cache"] if "cache" in stat else stat["file"])]
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's page cache")
 def test_the_kernel_reads_what_the_model_says(limits, tmp_path):
-    """Bytes from the disk under a memory limit, to a tenth."""
+    """Bytes read from the disk under a memory limit agree to a tenth."""
     size, n = 1 << 20, 96
     file = tmp_path / "units"
     with open(file, "wb") as f:
         for _ in range(n):
             f.write(os.urandom(size))
         os.fsync(f.fileno())
-    for _ in range(10):  # what stays cached is another group's, and would be served from there
+    for _ in range(10):  # pages that stay cached belong to another group, and save reads
         if cached_nbytes(file) and oscache.drop_pages(file):
             time.sleep(0.2)
     if cached_nbytes(file):
