@@ -1,6 +1,6 @@
 """Drafts that read the target's states: DFlash against numpy, and models' own heads (MTP).
 
-Their equations against others' code, their caches, and whole texts of the trained drafts.
+Tested are their equations against others' code, their caches, and texts with the trained drafts.
 """
 
 import json
@@ -81,7 +81,7 @@ def test_equals_the_paper(tmp_path, chunks, fast, small_matrices):
     w = write_draft(tmp_path)
     model = load_model(tmp_path)
     model.set_dtype(mx.float32)
-    if fast:  # in one piece, though these matrices are small
+    if fast:  # blocks in one piece, though these matrices are small
         kernels.use(model)
         blocks = kernels.blocks_of(model)
         assert blocks == {"Attention": 3, "TransformerBlock": 3}
@@ -119,7 +119,7 @@ def test_capture_hears_its_layers_and_leaves_nothing():
         assert seen.features.shape == (1, 2, 2 * D)
         model(ids[:, 2:], cache=cache)
         other(ids)
-    expected = mx.concatenate([outputs[4], outputs[1]], -1)  # of both calls
+    expected = mx.concatenate([outputs[4], outputs[1]], -1)  # the features of both calls
     assert mx.allclose(seen.features, expected, atol=1e-5)
     assert mx.allclose(inner.features, outputs[1], atol=1e-5)
     with pytest.raises(RuntimeError, match="stop"), Capture(model, (0, 5)):
@@ -155,7 +155,7 @@ def test_drafts_that_do_not_fit_and_folders_without_one(changes, of_target, mess
 
 @pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])
 def test_scales_wider_than_their_layer(name, tmp_path):
-    """mlx-lm would divide by 0, which ends the process; also beside a matrix that is not packed."""
+    """mlx-lm would divide by 0, which ends the process; the matrix is packed, or it is not."""
     path = shutil.copytree(MODELS / name, tmp_path / name)
     file, told = str(path / "model.safetensors"), path / "config.json"
     if name == "tiny-dflash":  # quantized as mlx-lm does
@@ -199,7 +199,7 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
 def test_acceptance_and_the_targets_own_text(name, n, least):
-    """On held-out code: the plain text, and far above an untrained or misread draft (tau 1.0)."""
+    """On held-out code: the text without drafts, and tau far above an untrained draft's 1.0."""
     model, draft = trained(kernels="auto"), open_draft(MODELS / name)
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
@@ -220,10 +220,10 @@ def written(i, tokens, kernels):
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 @pytest.mark.parametrize("i", range(2 if FAST else 5))
 def test_greedy_text_at_every_block_size(name, mode, kernels, i):
-    """Some block sizes, the token before the drafts included.
+    """Block sizes count the token before the drafts.
 
-    Another token may be chosen only between two that tie within 1e-4, and with the fast kernels
-    none.
+    MLX's kernels may choose another token only if two tie within 1e-4. The fast kernels may choose
+    no other.
     """
     tokens = 24 if FAST else 100
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
@@ -245,7 +245,7 @@ T = 9
 
 
 def random_weights(module, seed=1):
-    """Random weights for the parameters of a module, by name; norms as trained ones have them."""
+    """Random weights for a module's parameters, by name; norms have values as in trained models."""
     mx.random.seed(seed)
     shapes = {k: p.shape for k, p in tree_flatten(module.parameters())}
     near = {
@@ -321,7 +321,7 @@ def test_a_head_of_qwen_computes_as_in_mlx_vlm(name, tmp_path):
 
 @pytest.mark.parametrize("name", NEXTN)
 def test_a_head_in_the_layer_after_the_last(name, tmp_path):
-    """Against the family's own model of one layer more, whose last layer is the head's."""
+    """Against the family's own model with one layer more, of which the last is the head's."""
     model, config = build(name)
     L, D, args = config["num_hidden_layers"], config["hidden_size"], model.args
     _, args_class = model_classes(config)
@@ -341,7 +341,7 @@ def test_a_head_in_the_layer_after_the_last(name, tmp_path):
         raw[f"{path}self_attn.kv_b_proj.weight"] = mx.random.normal((rows, args.kv_lora_rank))
     extra = {"enorm": (D,), "hnorm": (D,), "eh_proj": (D, 2 * D), "shared_head.norm": (D,)}
     extra |= {"shared_head.head": (config["vocab_size"], D)}
-    if name == "glm4_moe_lite":  # it has an embedding of its own
+    if name == "glm4_moe_lite":  # this head has an embedding of its own
         extra["embed_tokens"] = (config["vocab_size"], D)
     raw |= {
         f"{path}{k}.weight": 0.1 * mx.random.normal(s) + (len(s) == 1) for k, s in extra.items()
@@ -386,7 +386,7 @@ PUBLISHED = {  # means of norms less 1 in heads of Qwen3.5 and 3.6: the least an
 @pytest.mark.parametrize("in_a_layer", [0, 1])
 @pytest.mark.parametrize("others", [0, 1])
 def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
-    """Converters add it to all, to none, to those of the layer or to the others."""
+    """Converters add 1 to all norms, to none, to those of the layer or to the others."""
     added = {
         f"{k}.weight": in_a_layer if "_attn" in k or "_lay" in k else others for k in PUBLISHED
     }
@@ -399,7 +399,7 @@ def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
 
 
 WITH, LESS_1 = "nothing", "norm"  # names of the norms that are stored less 1
-STORED = {  # tiny-mtp, 4 bits, as strangers store it: model_type, prefix, norms less 1
+STORED = {  # tiny-mtp, 4 bits, as others store it: model_type, prefix, norms less 1
     "as it is": ("qwen3_5_mtp", "", WITH),
     "alone, raw": ("qwen3_5_mtp", "", LESS_1),
     "raw": ("qwen3_5_moe", "mtp.", LESS_1),
@@ -440,7 +440,7 @@ MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 @pytest.mark.parametrize("mode, slots", MODES if FAST else MODES + MORE)
 @pytest.mark.parametrize("n", [1, 3, "auto"])
 def test_text_and_cache_are_as_without_guesses(mode, slots, n):
-    """The text is the target's, and the head's cache is as if all of it had been read at once."""
+    """The text is the target's; the head's cache is as if the head had read all of it at once."""
     model, tokens = trained(mode=mode, kernels="auto", slots=slots), 24 if FAST else 300
     for prompt in texts(2 if FAST else 20 if n == 3 and mode != "serial" else 4):
         draft, own = MTPDraft(HEAD), make_prompt_cache(model)

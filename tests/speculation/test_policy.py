@@ -30,7 +30,7 @@ class World:
     saturation: float = 1e9
     seed: int = 0
     miss: float = 0.0
-    cold: float = 0.0  # how much more the first token costs; 1/e of that after 25 tokens
+    cold: float = 0.0  # what the first token costs more; 1/e of it after 25 tokens
 
     def __post_init__(self):
         self.rng, self.chosen = np.random.default_rng(self.seed), []
@@ -68,20 +68,20 @@ class World:
         return spent
 
     def best(self):
-        """Speed of the best fixed number of drafts over that of none, expected."""
+        """The expected speed with the best fixed number of drafts, over that without drafts."""
         tokens = np.cumsum([self.accept**i for i in range(17)])
         return max(tokens[n] / (self.verify_s(n + 1) + self.draft_s(n)) for n in range(1, 17))
 
 
 def speed(world, num_tokens, policy=None):
-    """Tokens of a text per time of one without drafts."""
+    """Tokens of a text in the time of one token without drafts."""
     policy = policy or Policy()
     policy.begin(num_tokens)
     return num_tokens / world.run(policy, num_tokens)
 
 
 def drawn_worlds():
-    """Worlds without end, by numpy: what Hypothesis draws depends on the package's numbers."""
+    """Endless worlds, drawn by numpy: Hypothesis's draws depend on numbers in the package."""
     rng = np.random.default_rng(0)
     while True:
         yield World(
@@ -97,7 +97,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """By which share a text takes longer than without drafts; the time of one token is forgiven."""
+    """The share by which a text takes longer than without drafts, less the time of one token."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:
@@ -106,7 +106,7 @@ def lost(world, num_tokens, prompt_known):
 
 
 def test_it_rarely_costs_more_than_three_percent():
-    """Of short texts in one world of twenty it does, and up to a tenth."""
+    """Short texts cost more in one world of twenty, up to a tenth."""
     assert lost(World(0.0, 1.0, 1.0, 0.5), 128, True) <= 0.03
     assert lost(World(0.94, 0.09, 0.25, 0.41, fixed=0.41, saturation=25, seed=7), 128, True) <= 0.03
     assert lost(World(0.9, 0.9, 0.0, 0.1), 300, True) <= 0.03  # each position costs a token (CPU)
@@ -119,15 +119,15 @@ def test_it_rarely_costs_more_than_three_percent():
 def pays(world):
     """Whether drafting gains 50% or more, and a failed draft costs half a token or less.
 
-    Where it costs more, the bound on losses lets the policy try so rarely that it may not find out
-    within 2000 tokens.
+    Where a failed draft costs more, the bound on losses lets the policy try so rarely that it may
+    not find the gain within 2000 tokens.
     """
     failed_s = world.draft_s(1) + world.verify_s(2) - 1 + 4 * world.miss
     return failed_s <= 0.5 and world.best() >= 1.5
 
 
 def test_it_drafts_where_drafting_pays():
-    """It reaches half of the possible gain or more: it has to find out, and to be careful."""
+    """The policy reaches half of the possible gain or more: it has to try, and to be careful."""
     for world in islice(filter(pays, drawn_worlds()), 60):
         best = world.best()
         assert (got := speed(world, 2000)) >= 1 + 0.5 * (best - 1), (got, best, vars(world))
@@ -146,13 +146,13 @@ class FullDepth(World):
         return first + np.interp(m, (1, 2, 3, 4, 8), (1, 1.675, 2.2, 2.65, 4.05))
 
 
-MISLED = {  # the world, tokens, a plain text's time over them, and what holds for the speeds
-    "noise": (  # 1.2 is its mean, 1.02 of its spread
+MISLED = {  # the world, tokens, a token's time without drafts, and what the speeds must be
+    "noise": (  # 1.2: the mean with noise; 1.02: for its spread
         partial(World, 0.3, 0.8, 0.3, 0.1, noise=0.2), 1000, 1,
         lambda speeds: min(speeds) >= 1 / (1.03 * 1.2 * 1.02),
     ),
-    # Drafts are compared with tokens that were timed earlier, when a token took longer. When it
-    # timed tokens after every 64 rounds only, it lost 7%.
+    # Drafts are compared with tokens that were timed earlier, when a token took longer. A policy
+    # that timed tokens only after every 64 rounds lost 7%.
     "tokens that become faster while slots fill": (
         partial(World, 0.6, 0.5, 0.0, 0.085, 0.05, 0.1, cold=0.4), 300,
         np.mean([(1 + 0.4 * np.exp(-i / 25)) * 1.05 for i in range(300)]),
@@ -213,7 +213,7 @@ def test_a_bad_beginning_makes_drafts_shorter_and_not_rare():
 
 
 def test_few_numbers_of_positions():
-    """A device may compile its kernels for each, also where a text is about to end."""
+    """A device may compile its kernels for each number; the last rounds of a text add no others."""
     model = build("qwen3_5_moe")
     for tokens in (30, 33, 37):
         made = steps(model, PROMPT, ModelDraft(model), Policy(risk=10), tokens)

@@ -1,7 +1,7 @@
 """Rollback: every cache equals that of decoding only the accepted tokens (``recurrent.play``).
 
-``test_restoring_without_the_accepted_tokens_drifts`` is the negative control. At the end the CUDA
-kernel of the gated delta rule, whose states it uses.
+``test_restoring_without_the_accepted_tokens_drifts`` is the negative control. At the end comes the
+CUDA kernel of the gated delta rule: ``Rollback`` uses its states.
 """
 
 import copy
@@ -54,7 +54,7 @@ def test_every_recurrent_family(name, strategy):
 def test_no_recurrent_family_is_forgotten():
     folder = Path(importlib.import_module("mlx_lm.models").__path__[0])
     using = {p.stem for p in folder.glob("*.py") if "ArraysCache(" in p.read_text()} - {"cache"}
-    inherit = {"qwen3_5", "kimi_k3"}  # tested as qwen3_5_moe; kimi_k3 is there
+    inherit = {"qwen3_5", "kimi_k3"}  # qwen3_5 is tested as qwen3_5_moe, kimi_k3 itself
     assert using - inherit <= {*WITH_EXPERTS, *DENSE}
 
 
@@ -168,7 +168,7 @@ def test_undo_reaches_over_passes():
             assert r.undoable == 9 and (strategy == "restore" or r.nbytes > 0)
             more = min(2, 9 - stay)
             r.undo(9 - stay - more)
-            r.undo(more)  # in two steps, to the same end
+            r.undo(more)  # in two steps, with the same result
             one_by_one(model, reference, tokens[:, :stay])
             assert r.undoable == stay and difference(cache, reference) <= TOLERANCE
             with pytest.raises(ValueError, match=rf"undo\({stay + 1}\), .* from 0 to {stay}"):
@@ -178,7 +178,7 @@ def test_undo_reaches_over_passes():
 
 
 def test_restoring_without_the_accepted_tokens_drifts():
-    """The negative control: what SwiftLM does, restoring the state and no more."""
+    """The negative control does what SwiftLM does: it restores the state and no more."""
     model = tiny()
     prompt, tokens = ids(1, 20, vocab=8192), ids(2, 8, vocab=8192)
     cache, reference = start(model, prompt), start(model, prompt)
@@ -236,7 +236,7 @@ def test_one_model_does_not_see_the_other():
 
 
 def test_hooks_of_others_are_called_in_a_recorded_pass():
-    """Whether they began before the ``Rollback``, or between it and the pass."""
+    """Both hooks set before the ``Rollback`` and hooks set between it and the pass are called."""
     model, calls = build("qwen3_5_moe"), []
     layer = model.layers[0].linear_attn
     own = type(layer)
@@ -311,7 +311,7 @@ def test_auto_keeps_states_while_they_are_small(monkeypatch):
 
 
 def loop(q, k, v, g, beta, state, mask=None, every=False):
-    """What the kernel does, by mlx-lm's loop."""
+    """Compute with mlx-lm's loop what the kernel computes."""
     ys, states = [], []
     for t in range(q.shape[1]):
         y, state = gated_delta_ops(*(x[:, t : t + 1] for x in (q, k, v, g, beta)), state)

@@ -102,7 +102,7 @@ def test_stop_tokens_inside_a_block():
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, "auto"])
 def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
-    """Stopped after any token, by limit or caller, then continued with the draft's own cache."""
+    """A text stops after any token, by limit or caller, then goes on with the draft's own cache."""
     model = build("qwen3_5_moe")
     expected = plain(model, PROMPT, 30)
     for stop in range(1, 14):
@@ -134,7 +134,7 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
 
 
 def test_no_pass_reads_past_where_a_cache_is_quantized():
-    """With 2 bits a token that sees the cache before or after that has other probabilities."""
+    """With 2 bits a token's probabilities show whether the cache was quantized when it was read."""
     model = with_wide_heads()
     kwargs = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=15, max_tokens=20)
     expected = list(generate_step(mx.array(PROMPT), model, **kwargs))
@@ -164,10 +164,10 @@ def test_a_lookup_proposes_half_of_what_matched():
     assert draft.propose(10, 3, None).tolist() == [11, 12, 13]
     assert draft.propose(53, 3, None).tolist() == draft.propose(10, 0, None).tolist() == []
     draft.extend(mx.array([10, 50, 51, 52]), None)
-    assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four
+    assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four match
     draft.extend(mx.array([53, 97, 51, 52]), None)
-    assert draft.propose(53, 8, None).tolist() == []  # only three
-    # From its cache it finds what was read before that was kept, and what was taken back no more.
+    assert draft.propose(53, 8, None).tolist() == []  # only three match
+    # A kept cache still has what was read before, but no longer the tokens that were taken back.
     draft = LookupDraft()
     (cache,) = draft.make_cache()
     draft.bind(None, [cache])
@@ -263,6 +263,6 @@ def test_streamed_counters_are_consistent(hybrid):
         assert [t for t, *_ in got] == expected
         counted = moelab.stats(model)
         drafted = [r.drafted for r in {r.number: r for *_, r in got}.values()]
-        # Every round reads `last` and its drafts; the prompt but its last token came before.
+        # Every round reads `last` and its drafts. The prompt but its last token was read before.
         read = len(PROMPT) - 1 + sum(1 + n for n in drafted)
         assert counted.prefill.tokens + counted.decode.tokens == read
