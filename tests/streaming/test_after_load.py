@@ -55,7 +55,7 @@ CHANGES = (
 
 
 def test_new_weights_take_effect(hybrid, tmp_path):
-    """For every scale and bias of the backbone, in any way, as in a resident model."""
+    """Every scale and bias of the backbone, set in any way, takes effect as in a resident model."""
     resident, file = families.load_resident(hybrid), str(tmp_path / "w.safetensors")
     experts = tuple(k for k, m in resident.named_modules() if isinstance(m, SwitchGLU))
     weights = {
@@ -231,7 +231,7 @@ def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
 
 
 def test_a_router_that_does_not_choose_fewer_is_an_error(hybrid, monkeypatch):
-    """Of a family whose name for K is unknown, K is what the router chooses."""
+    """If a family's name for K is unknown, K is the number of experts that the router chooses."""
     monkeypatch.setattr("moelab.streaming.build.TOP_K_KEYS", ("unknown_word",))
     assert moelab.footprint(hybrid, CONFIG).top_k == K
     with pytest.raises(ValueError, match="cannot be asked for fewer .* chooses 2, got 1"):

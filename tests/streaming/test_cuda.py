@@ -1,4 +1,4 @@
-"""The way of bytes through pinned memory, with kernels that run on the host."""
+"""Bytes go through pinned memory to the GPU: here kernels run on the host in its place."""
 
 import ctypes
 import functools
@@ -32,7 +32,7 @@ answer = functools.partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 class Runtime:
-    """The calls that the module makes, and its kernels, which run when they are built."""
+    """The CUDA calls that the module makes, and its kernels as Python functions."""
 
     cudaHostAllocDefault = 0
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrKernelExecTimeout=17)
@@ -129,7 +129,7 @@ def runtime(monkeypatch):
 
 @pytest.fixture(scope="module")
 def want(hybrid):
-    """By type: the logits of a prompt and of four tokens after it, read without copies."""
+    """By type: logits of a prompt and of four tokens after it; their experts were not copied."""
 
     logits = {}
     for dtype in ("bfloat16", "float32"):
@@ -171,7 +171,7 @@ def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, wa
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
-    """It is used again, also for ranges in pieces. Reads begin before earlier ones have ended."""
+    """The memory is used again, also for ranges in pieces. Reads begin before earlier ones end."""
     begun, finish = [], layer_slots.LayerSlots.finish
 
     def watched(layer, group):
@@ -186,7 +186,7 @@ def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, mon
     model = copying(hybrid, readers=2)
     for _ in range(2):
         assert_same(model, want)
-        assert 1 < len(runtime.memory) <= 4  # and the mailbox
+        assert 1 < len(runtime.memory) <= 4  # the mailbox included
     assert begun[0] == 2
     moelab.close(model)
     del model
@@ -207,7 +207,7 @@ def test_the_gpu_waits_unless_it_ends_long_kernels(time_limit, hybrid, runtime, 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
 def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monkeypatch):
-    """Before Python does: a reader's thread may have to wait for the GIL first."""
+    """It says so before Python does: a reader's thread may first have to wait for the GIL."""
     flags, read = [], native.read
 
     def watched(table, flag=0, arrived=None):
@@ -249,7 +249,7 @@ def no_slots(patch, _, model):
     [
         (no_memory, "disk", RuntimeError, "CUDA: out of memory"),
         *((functools.partial(no_read, n), "disk", ReadError, "got 0") for n in (0, 40, 120)),
-        (no_slots, "host", ZeroDivisionError, "division"),  # what the GPU's slots hold is forgotten
+        (no_slots, "host", ZeroDivisionError, "division"),  # the GPU's slots forget their experts
     ],
 )
 def test_after_an_error_the_next_call_is_right(
@@ -283,7 +283,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatc
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
 def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want, monkeypatch):
-    """Also in slots that take the place of others, of which some were given back."""
+    """Also after experts took the places of others, and after some slots were given back."""
     monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):

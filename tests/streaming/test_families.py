@@ -27,7 +27,7 @@ PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
 LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 NUM_STEPS = 5
 
-ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # whose tensor scale MLX takes on GPUs only
+ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # MLX takes its tensor scale on GPUs only
 # One variant for every family, and every variant for a few of them.
 CASES = sorted(
     {(name, families.variant_of(name)) for name in families.FAMILIES.keys() - families.EXPERTS_ONLY}
@@ -73,7 +73,7 @@ def assert_streams(path, prompt=PROMPT):
 def test_every_family_of_this_mlx_lm_is_listed():
     """A new family in mlx-lm fails this test until helpers/families.py lists it or says why not."""
     assert families.discover() == set(families.FAMILIES)
-    # Those that name experts without SwitchGLU or SwitchMLP.
+    # Files that name experts, but neither SwitchGLU nor SwitchMLP.
     assert families.mentions_experts() == set(families.NOT_STREAMED)
 
 
@@ -118,7 +118,7 @@ def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, stored):
                         np.testing.assert_array_equal(b, a, err_msg=mode)
                     else:
                         np.testing.assert_allclose(b, a, atol=1e-5, err_msg=mode)
-                # What hangs on the experts in mlx-lm must stay.
+                # Other modules that mlx-lm keeps in the experts' module must stay.
                 own = {"gate_proj", "up_proj", "down_proj", "activation"}
                 assert all(got[child] is not None for child in want.children().keys() - own)
 
@@ -135,7 +135,7 @@ def test_hugging_face_layout(name, tmp_path):
         assert_streams(path)
 
 
-# K = 2, K = 1, fc1/fc2, inputs [T, D]
+# In turn: K = 2, K = 1, fc1/fc2, inputs [T, D].
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"])
 def test_batches(name, stored):
     """Any B, T and K, with MLX's kernels."""
@@ -181,14 +181,14 @@ def test_other_names_of_a_family(alias, tmp_path):
         np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-4, rtol=1e-4)
 
 
-# Plain mlx-lm 0.32.2 on mlx 0.32.4 ends the process on the CPU: a shapeless mx.compile of a sum
-# over one expert.
+# With bailing_moe mlx-lm 0.32.2 on mlx 0.32.4 ends the process on the CPU: a shapeless mx.compile
+# of a sum over one expert.
 RUN = sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - {"bailing_moe"})
 
 
 @pytest.mark.parametrize(
     "name, variant, dtype",
-    # With mxfp4 MLX's own products of float16 are float32, which then reaches the experts.
+    # With mxfp4 MLX's own products of float16 are float32, so the experts get float32.
     [(n, "affine4", "auto") for n in RUN] + [(n, "mxfp4", "float16") for n in EVERY_VARIANT],
 )
 def test_fewer_experts_per_token(name, variant, dtype, stored):

@@ -38,7 +38,7 @@ def answer(model):
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("way", ["small reads", "reader threads", "into slots", "by a buffer"])
 def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
-    """Before every line that a prompt and two tokens run through, one after the other."""
+    """An interrupt comes before each line that a prompt and two tokens run, in turn."""
     prompt, config = [7, 11, 13, 17], {"slots": SLOTS, "kernels": "mlx", **fields}
     if way in ("into slots", "by a buffer"):  # long enough to read ahead
         prompt += [19, 23, 29, 31, 37]
@@ -67,7 +67,7 @@ def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
 
 
 def test_ctrl_c_while_reads_are_waited_for(moe, monkeypatch, in_time):
-    """While ``wait`` holds the locks that a thread needs to report the end of its read."""
+    """Ctrl-C comes while ``wait`` holds the locks that threads need to report the end of a read."""
     read_in_threads(monkeypatch)
     model, _ = load_model(moe, moelab.StreamConfig(slots=SLOTS, kernels="mlx"))
     want, read, came = answer(model), Reader.read_here, threading.Event()
@@ -95,7 +95,7 @@ class Gone:
 
 @pytest.mark.parametrize("target", ["streaming.model.tokenizer_of", "streaming.session.Room.parts"])
 def test_ctrl_c_in_a_destructor(target, monkeypatch):
-    """It ends a load or a call with an exception, although Python would lose one here."""
+    """Ctrl-C ends a load or a call with an exception, although Python loses exceptions here."""
     path = moelab.DATA / "models" / "tiny-moe"
     load = partial(moelab.load, path, moelab.StreamConfig(slots=12))
     with load()[0] as model:
@@ -110,7 +110,7 @@ def test_ctrl_c_in_a_destructor(target, monkeypatch):
 
 
 def test_ctrl_c_while_modules_are_imported():
-    """It waits for them: after an exception numpy could not be imported again."""
+    """Ctrl-C waits for the imports: after an exception numpy could not be imported again."""
     script = """if True:
         import signal, sys, moelab
         class Finder:

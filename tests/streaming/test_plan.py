@@ -38,12 +38,12 @@ from moelab.streaming.session import session_of
 
 
 def parts(plan):
-    """What a plan reserves, slots apart."""
+    """The bytes that a plan reserves for all but slots."""
     return plan.facts.kept_nbytes + plan.caches_nbytes + plan.prompt_nbytes + plan.process_nbytes
 
 
 def test_all_that_fits_is_in_slots():
-    """The more memory the more slots, to the last one that fits, up to one for every expert."""
+    """More memory gives more slots: as many as fit, up to one for every expert."""
     found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in (*range(140, 176, 4), 240)]
     slots = [p.slots for p in found]
     assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
@@ -65,7 +65,7 @@ def test_more_slots_than_experts_are_said(run, model_path):
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss", "deepseek_v32", "jamba", "llama4"])
 def test_caches_are_counted_as_they_grow(name, stored):
-    """For a hybrid, a sliding window, a cache of two, a Mamba and a chunked one: not too few."""
+    """Enough bytes for a hybrid, a sliding window, a cache of two, a Mamba and a chunked cache."""
     path = stored(name)
     p = moelab.plan(path, memory_nbytes=GB, context=300)
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
@@ -86,7 +86,7 @@ def test_a_long_context_and_what_is_reserved_leave_fewer_slots():
     assert plain.slots > long.slots
     assert 0 < plain.slots - less.slots <= -(-less.reserved_nbytes // one)
     assert moelab.plan(TINY_MOE, replace(config, context=2000)) == long
-    assert moelab.plan(TINY_MOE, replace(config, slots=9)) == plain  # its slots are chosen anew
+    assert moelab.plan(TINY_MOE, replace(config, slots=9)) == plain  # ``plan`` chooses slots anew
     assert moelab.footprint(TINY_MOE, config) == plain.facts
     said = f"reserved {less.reserved_nbytes / 1e6:.0f} MB"
     assert said in less.reason and "reserved" not in plain.reason
@@ -124,7 +124,7 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch):
 
 @pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
-    """Not if the caller names the memory, if few slots leave it room, or if the system has more.
+    """The page cache is used if the caller names the memory, or if slots or the system leave room.
 
     At 60 MB every expert has a slot, and the file does not fit beside them.
     """
@@ -167,7 +167,7 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
 
 
 def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
-    """With a large vocabulary they take more, behind the last layer, than a layer does."""
+    """With a large vocabulary the logits, after the last layer, take more memory than a layer."""
     V, config = 50_000, moelab.StreamConfig(kernels="fast", memory_nbytes=300 * MB)
     monkeypatch.setitem(families.COMMON, "vocab_size", V)
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
@@ -178,14 +178,14 @@ def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash", "tiny-mtp"])
 def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
-    """It gets what it takes in a text as long as the context, and not much more."""
+    """A draft gets what it takes in a text as long as the context, and not much more."""
     draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
     config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
     assert moelab.plan(TINY_MOE, context=600, draft=draft).config.memory_nbytes is None
     with moelab.load(TINY_MOE, config, draft=draft)[0] as model:
         plan, own = session_of(model).plan, make_prompt_cache(model)
         model(mx.array([[1]]), cache=own)
-        states = 17 * sum(c.nbytes for c in own if isinstance(c, ArraysCache))  # 1 + 16 tokens'
+        states = 17 * sum(c.nbytes for c in own if isinstance(c, ArraysCache))  # for 1 + 16 tokens
         assert "reserved" in plan.reason and states > 0
         if name == "lookup":
             assert (plan.reserved_nbytes, plan.memory_nbytes) == (states, 200 * MB)
@@ -203,7 +203,7 @@ def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
 
 @pytest.mark.parametrize(("mode", "kept"), [("resident", 64), ("serial", 1), ("buffers", 8)])
 def test_a_mode_without_slots_has_no_plan(mode, kept):
-    facts = moelab.footprint(TINY_MOE, config := moelab.StreamConfig(mode))  # auto does not stop it
+    facts = moelab.footprint(TINY_MOE, config := moelab.StreamConfig(mode))  # auto is no error
     assert facts.slots_nbytes == kept * facts.slot_nbytes > 0
     with pytest.raises(ValueError, match="expected a mode with slots"):
         moelab.plan(TINY_MOE, config)
@@ -220,12 +220,12 @@ def test_on_a_gpu_its_own_limit_counts(backend, monkeypatch):
     assert (p.memory_nbytes, p.system_nbytes) == want
     shared = backend == "metal"  # the process and its arrays are in the same memory
     assert p.process_nbytes == (plans.PROCESS_NBYTES if shared else plans.GPU_NBYTES)
-    monkeypatch.undo()  # elsewhere some is left to the system
+    monkeypatch.undo()  # elsewhere some memory is left to the system
     monkeypatch.setattr(plans, "memory_in_cgroups", lambda: None)
     p = moelab.plan(TINY_MOE)
     total, _ = plans.HERE.memory()
     assert p.memory_nbytes + p.system_nbytes < total
-    if not mx.metal.is_available():  # on a Mac more is left to the system
+    if not mx.metal.is_available():  # a Mac's system is left more
         assert p.system_nbytes == min(total // 10, 4 * GB)
 
 
@@ -249,9 +249,9 @@ def lengths_of(session):
 
 
 def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
-    """Same logits and counters as in one call, and the same bits behind it; a batch, too.
+    """The logits and counters are those of one call, and so are the next call's bits; a batch, too.
 
-    On a GPU the same but for rounding: MLX's kernels depend there on a call's length.
+    On a GPU they are the same but for rounding: there MLX's kernels depend on a call's length.
     """
     equal = mx.array_equal if mx.default_device() == mx.cpu else partial(mx.allclose, atol=1e-4)
     prompt = mx.array([LONG[:150]])
@@ -267,7 +267,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         lengths, cache = lengths_of(session), make_prompt_cache(model)
         got = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
         assert lengths == [37, 37, 38, 38, 9]
-        # The logits of all parts but the last are MLX's, computed when somebody wants them.
+        # MLX computes the logits of all parts but the last, and only when they are used.
         assert mx.allclose(got[0], want[0], atol=1e-4)
         assert equal(got[1], want[1]) and equal(got[0][:, 112:], want[0][:, 112:])
         assert moelab.stats(model).prefill.tokens == tokens == 159
@@ -276,14 +276,14 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         assert equal(mx.concatenate(calls, axis=1), want[0])
         lengths.clear()
         mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
-        mx.eval(model(prompt))  # without caches there is no way to go on
+        mx.eval(model(prompt))  # a call without caches cannot be divided
         assert lengths == [15, 15, 150]
 
 
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
-    """A short one borrows less, and a last chunk takes no slot back; the text stays the same."""
+    """A short prompt borrows less, and a last chunk takes no slot back; the text stays the same."""
     config = Evicting(**settings)
 
     def text(model, look):
@@ -333,7 +333,7 @@ def test_an_empty_slot_has_no_memory_and_can_be_written_again():
 
 @pytest.fixture
 def room(monkeypatch):
-    """Sets the bytes that a loaded model may take beside ``model``'s slots; looks at each call."""
+    """A function that sets the bytes for a model's slots and more; each call looks at them."""
     monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
 
     def set_room(model, slots, more=0):
@@ -351,13 +351,13 @@ def room(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
-    """Down to K, with a line each time; used again with memory for them. The text is the same."""
+    """Slots fall to K, with a line each time, and return with the memory. The text is the same."""
     config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
     with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
         want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()
     with load_model(TINY_MOE, config)[0] as model:
         session, used = session_of(model), []
-        greedy_logits(model, PROMPT, 1)  # the first call takes more
+        greedy_logits(model, PROMPT, 1)  # the first call takes more memory
         few = session.plan.call_nbytes(len(PROMPT)) + RESERVE_NBYTES + MB
 
         def text(slots, more=few):
@@ -374,7 +374,7 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
             for more in (0, -MB, -2 * MB):
                 with pytest.raises(MemoryError, match="with 8 slots in each layer, the fewest"):
                     text(8, more)
-        more = session.plan.call_nbytes(len(PROMPT)) / slots  # than what a single token takes
+        more = session.plan.call_nbytes(len(PROMPT)) / slots  # more than a token takes
         assert all(0 <= n - want <= more + 1 for n, want in zip(used, (64, 40, 8))), used
         lines = [str(w.message) for w in said if w.category is RuntimeWarning]
         assert "slots 64 -> " in lines[0] and "-> 8 in each layer" in lines[-1]
@@ -385,7 +385,7 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
 
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
-    """With fewer slots, then in smaller parts, then between two layers; else it is refused."""
+    """A prompt gets fewer slots or smaller parts, also between two layers, or is refused."""
     prompt = mx.array([LONG[:500]])
     with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
         session = session_of(model)
@@ -407,7 +407,7 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
             logits()
         room(model, 64, 200 * MB)
         assert mx.allclose(logits(), want, atol=1e-4) and lengths == [500]
-        model(prompt[:, :1])  # after a token all slots are there
+        model(prompt[:, :1])  # after a token all slots are there again
         many, looks = session.layers[0].slots.table.num_slots, count(1)
         now = "moelab.streaming.room.memory_now"
         monkeypatch.setattr(now, lambda: ((-50 if next(looks) == 3 else 200) * MB,) * 2)
@@ -417,7 +417,7 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
 
 @pytest.mark.parametrize("empties", [True, False])
 def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch):
-    """Down to K, said once; tried again after a rest; not where pages only come back or go out."""
+    """Slots fall to K, said once, and return after a rest. Pages that only come or go take none."""
     clock, swapped = [0.0], [0.0, 0.0]
     monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
     monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
@@ -429,7 +429,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
         room(model, 64, 900 * MB)  # by the system's figures there is enough
 
         def slots(seconds, back, out, every=WATCH_S):
-            """The slots after ``seconds`` with these shares of the time in swapping in and out."""
+            """The slots after ``seconds`` of which swapping in and out took these shares."""
             for _ in range(round(seconds / every)):
                 clock[0] += every
                 swapped[:] = swapped[0] + back * every, swapped[1] + out * every
@@ -446,7 +446,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
             assert soon < 40 if empties else soon == 48
             assert slots(60, 0.03, 0.03) == session.plan.top_k == 8
         assert len([w for w in said if w.category is RuntimeWarning]) == 1
-        assert slots(REST_S - 1, 0, 0) == 8  # a rest begins with the last time that it swapped
+        assert slots(REST_S - 1, 0, 0) == 8  # a rest counts from the last swapping
         if empties and can_empty():
             assert 8 < slots(REST_S, 0, 0) < 12
             with pytest.warns(RuntimeWarning, match="swaps"):
@@ -462,7 +462,7 @@ def test_slots_that_the_user_chose_stay(monkeypatch):
     monkeypatch.setattr("moelab.streaming.room.WATCH_S", 0.0)
     with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
         greedy_logits(model, PROMPT, 6)
-        assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody looked
+        assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody asked
 
 
 IN_A_CGROUP = """

@@ -146,7 +146,7 @@ def test_lookahead_in_every_family(name, stored):
     path = stored(name)
     config = moelab.StreamConfig(slots=K + 1, prefetch="none")
     ahead = dataclasses.replace(config, prefetch="lookahead")
-    # Their blocks take more than the hidden state: token ids, or the routing itself.
+    # These families' blocks take more than the hidden state: token ids, or the routing itself.
     if name in ("deepseek_v41", "gemma4", "gemma4_text"):
         with pytest.raises(ValueError, match="lookahead': .*Use prefetch='none'"):
             load_model(path, ahead)
@@ -158,7 +158,7 @@ def test_lookahead_in_every_family(name, stored):
 @tries(150, derandomize=True)
 @given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from([*EVICTION]))
 def test_reserved_slots(data, slots, policy):
-    """No slot holds two experts, none gets lost, and no expert of a guess is evicted for it."""
+    """No slot holds two experts, no slot gets lost, and a guess evicts none of its own experts."""
     table, reserved = SlotTable(slots, policy), {}
     some = st.lists(st.integers(0, E - 1), unique=True, max_size=min(slots, E))
     for _ in range(data.draw(st.integers(1, 12))):
@@ -184,7 +184,7 @@ def test_reserved_slots(data, slots, policy):
 
 @needs_kernels
 def test_a_router_asked_early_in_a_pass_of_several_tokens():
-    """A verify pass asks for all its tokens; the logits are as without early reads."""
+    """A verify pass asks the router for all its tokens; logits are as without early reads."""
     tokens = mx.array([[*PROMPT, 7, 11, 13]])
     found = []
     for name in ("none", "router"):
@@ -197,7 +197,7 @@ def test_a_router_asked_early_in_a_pass_of_several_tokens():
 
 @needs_kernels
 def test_a_wrong_router_keeps_what_is_likely_and_reads_nothing_more(want, monkeypatch):
-    """Of the 2K likeliest none is evicted; a layer whose guesses are wrong stops reading."""
+    """None of the 2K likeliest experts is evicted; a layer with wrong guesses stops reading."""
     reserve, kept = SlotTable.reserve, []
 
     def checked(self, experts, keep=()):
@@ -256,14 +256,14 @@ def calls(trial, missing, milliseconds, num, rng):
     return ons
 
 
-# Experts that a token misses, milliseconds of one read that is waited for, and the share of the
-# reads that is waited for with prefetch.
+# Experts that a token misses, milliseconds that it waits for one of them, and the share of this
+# waiting that is left with prefetch.
 REGIMES = list(itertools.product((120, 12), (0.15, 1.2), (0.37, 1.25)))
 
 
 @pytest.mark.parametrize("missed, read_ms, share", REGIMES)
 def test_auto_is_as_fast_as_the_better(missed, read_ms, share):
-    """After 256 tokens at least 0.98 times; before, trying costs at most 1% of 128 in the mean."""
+    """After 256 tokens at least 0.98 times as fast; trials cost at most 1% of the first 128."""
     costs = []
     for begins, seed in itertools.product((False, True), range(8)):
         rng = np.random.default_rng(seed)
@@ -296,7 +296,7 @@ def test_auto_looks_again_when_hits_change_and_rarely_otherwise():
 @pytest.mark.parametrize("layers, top_k, slots", [(1, K, K), (2, 1, 2), (2, E, E), (2, E, 2 * E)])
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matrices, monkeypatch):
-    """A layer that is guessed while it runs keeps its experts; of all E none is left out."""
+    """A layer that is guessed while it runs keeps its experts; a guess of all E leaves none out."""
     family = families.Family({"num_hidden_layers": layers})
     monkeypatch.setitem(families.FAMILIES, "qwen3_moe", family)
     path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")

@@ -64,7 +64,7 @@ def test_slot_table_never_lies(S, policy, calls):
         used = [*table.slot_of.values(), *misses.values()]
         assert len(set(used)) == len(used) and set(used) <= set(range(S)), "two in one slot"
         assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
-        # the reads; if some fail, their slots hold no expert's bytes
+        # the reads: the slots of reads that fail hold no expert's bytes
         for i, (e, s) in enumerate(misses.items()):
             content[s] = e if not fails or i < arrived else "nonsense"
         if fails:
@@ -119,7 +119,7 @@ def test_what_a_use_counts_does_not_overflow():
 @FEW
 @given(st.sampled_from([*EVICTION]), st.integers(1, 3), st.permutations(range(12)))
 def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
-    """Plans of a few experts each, of which two are being read or are not computed yet."""
+    """Calls of a few experts each, while the call before is still read or not computed yet."""
     table, busy, later = SlotTable(6, policy), [], list(experts)
     table.commit(table.choose(later[:4])[1])
     while later:
@@ -175,7 +175,7 @@ def truth(content):
 @tries(400, derandomize=True)
 @given(sound_headers().filter(lambda sound: sound[0]), st.randoms(use_true_random=True))
 def test_header_is_refused_or_right(tmp_path_factory, sound, random):
-    """An error that names the file, or every tensor where the header says, none over another."""
+    """Either an error names the file, or every tensor is where the header says, without overlap."""
     header, nbytes = sound
     file = tmp_path_factory.getbasetemp() / "model.safetensors"
     write_file(file, header, bytes(i % 256 for i in range(nbytes)))
@@ -231,7 +231,7 @@ calls = st.tuples(
 
 
 def test_a_layer_that_lost_experts_looks_for_them_again():
-    """The map from its experts to their slots does not stay when the slots change."""
+    """The layer's map from experts to slots is made anew when the slots change."""
     with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
         residency = session_of(model).residency
         own, experts, indices = residency.layers[0], list(range(64)), mx.arange(8).reshape(1, 1, 8)
@@ -255,7 +255,7 @@ def test_a_layer_that_lost_experts_looks_for_them_again():
     reads=st.sampled_from(["cached", "direct"]),
 )
 def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, in_parts, reads):
-    """In any order, evaluated at any time, some reads fail: the resident layer's answers."""
+    """Calls in any order, evaluated at any time, with failed reads, give the resident answers."""
     path, (name, want) = checkpoint
     config = Evicting(mode, slots, policy=policy, readers=readers, reads=reads, kernels="mlx")
     preadv, left = os.preadv, None
@@ -307,7 +307,7 @@ def resident():
     history=st.lists(
         st.tuples(
             st.sampled_from([0, 0, 0, 1, 2]),  # layers that are left out or called again
-            st.sampled_from([1, 40, 60]),  # tokens; of 40 on most experts are needed
+            st.sampled_from([1, 40, 60]),  # tokens; from 40 on most experts are needed
             st.sampled_from([None] * 9 + [0, 5, 30]),  # the read that fails
         ),
         min_size=4,
@@ -316,7 +316,7 @@ def resident():
     slots=st.integers(8, 40),
 )
 def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
-    """Free slots of the next layer are filled, another may be called: the resident's answers."""
+    """Free slots of the next layer are filled, or another is called; answers are the resident's."""
     left, read_here = None, Reader.read_here
 
     def flaky(reader, reads):

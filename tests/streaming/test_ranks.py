@@ -28,13 +28,13 @@ from moelab.lab.ranks import environments, everywhere, hosts
 from moelab.streaming.ranks import RankError, Ranks, by_number
 
 HELPERS = Path(rank_work.__file__).parent
-# The families: with additive biases, without a shared expert, SwitchMLP.
+# Families with additive biases, without a shared expert, with SwitchMLP.
 CASES = (
     ("tiny-moe", {"slots": 16}),
     ("gpt_oss", {"slots": 2, "kernels": "mlx"}),
     ("olmoe", {"slots": 3, "mode": "stacked", "kernels": "mlx"}),
     ("nemotron_h", {"slots": 2, "kernels": "mlx"}),
-    # From here on: 2 ranks only.
+    # The cases from here on run with 2 ranks only.
     ("olmoe", {"slots": 3, "prefetch": "lookahead", "kernels": "mlx"}),
     ("qwen3_5_moe", {"mode": "buffers"}),
     ("qwen3_5_moe", {"mode": "serial", "kernels": "mlx"}),
@@ -81,7 +81,7 @@ def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
         assert {rank[0] for rank in each} == {logits}, (name, settings)
         for r in range(n):
             assert not by_rank[r][owners != r].any(), (name, settings)
-        if "prefetch" not in settings:  # it may also read what nobody asks for
+        if "prefetch" not in settings:  # which may read experts that no token needs
             np.testing.assert_array_equal(by_rank.any(0), read, f"{name} {settings}")
         assert np.sum([rank[2] for rank in each]) == sum(counts)
 
@@ -97,7 +97,7 @@ def test_a_ring_takes_a_macs_gpu(cuda, monkeypatch):
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """One, another of its shape, and the first with a shard missing."""
+    """A checkpoint, another of its shape, and the first one with a shard missing."""
     folder = tmp_path_factory.mktemp("checkpoints")
     one, other, short = folder / "one", folder / "other", folder / "short"
     families.write_checkpoint("olmoe", one, "sharded")
@@ -113,8 +113,8 @@ def checkpoints(tmp_path_factory):
 
 ENDED = "another rank has ended"
 ROUNDS = "the machines round differently"  # and choose other experts
-# Of the second rank its checkpoint, its settings and what it does in the middle of an answer, if it
-# gets so far; and what each of the two says.
+# The second rank's checkpoint, its settings and what it does in the middle of an answer, if it gets
+# so far; then what each of the two ranks says.
 WRONG = {
     "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
     "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),
@@ -132,7 +132,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
-    """One line on each that can say one, no later than 60 s after the start; none waits."""
+    """Each rank that can says one line, no later than 60 s after the start; no rank waits."""
     name, own, *said = WRONG[case]
     answers = (name, own) == ("one", SETTINGS)
     program = str(HELPERS / "rank_work.py")
@@ -165,11 +165,11 @@ def test_a_rank_that_loads_for_long(tmp_path):
 
 
 def test_a_message_that_did_not_arrive(monkeypatch):
-    """MLX gives what lies in memory where a rank has just ended; a former message may lie there."""
+    """If a rank has just ended, MLX gives what lies in memory, which may be an earlier message."""
     messages = []
 
     def all_gather(row, group):
-        """The message before, as if the other rank had sent it again."""
+        """Give the message before, as if the other rank had sent it again."""
         messages.append(np.array(row))
         other = messages[-3] if len(messages) > 2 else messages[-1]
         return mx.array(np.stack([messages[-1], other]))
@@ -219,7 +219,7 @@ def test_prompts_that_differ(tmp_path):
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
 def test_what_is_not_divided(command, monkeypatch, run):
-    """A command that knows of no ranks would do its work in each."""
+    """A command that is not made for ranks would do all its work in each of them."""
     monkeypatch.setenv("MLX_RANK", "0")
     assert f"{command} runs in one process" in run(command, MODEL).err
 
@@ -238,7 +238,7 @@ def served(tmp_path):
 
 
 def test_serve(served, alone):
-    """Batched and alone; a client that goes, and requests that are refused, stop nobody."""
+    """Texts in batches and alone. A client that goes and refused requests stop no other text."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text
@@ -271,7 +271,7 @@ def test_a_rank_of_serve_that_is_killed(served):
 
 
 def test_a_rank_that_never_starts(tmp_path):
-    """MLX waits for it in native code; the others say so first, and end all the same."""
+    """MLX waits for that rank in native code. The others first say so, and end nevertheless."""
     program = "from moelab.streaming import ranks; ranks.LOADING_S = 1; ranks.joined()"
     first, _ = environments(2, tmp_path)
     command, env = [sys.executable, "-c", program], {**os.environ, **first}

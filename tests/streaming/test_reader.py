@@ -60,7 +60,7 @@ def ask(file, places):
 
 
 def ranges_of(reads):
-    """Ranges that have room for whole blocks, as those of slots have."""
+    """Ranges that have room for whole blocks, as the ranges of slots have."""
     made, align = Ranges.of(reads), native.ALIGNED
     offsets, nbytes = made.table[:, native.OFFSET], made.table[:, native.NBYTES]
     rooms = -(-(offsets % align + nbytes) // align) * align
@@ -93,7 +93,7 @@ def flags_seen(monkeypatch):
 
 
 def drop(file):
-    """Drop a file from the page cache. Linux keeps pages that are in use: these are free soon."""
+    """Drop a file from the page cache; try again, since Linux keeps pages that are in use."""
     for _ in range(100):
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         if not cached_nbytes(file.path):
@@ -103,7 +103,7 @@ def drop(file):
 
 
 def spread(n=40):
-    """Places of n ranges, no two on one page, each to be read into one, two or three views."""
+    """Places of n ranges, no two on one page, each read into one, two or three views."""
     return [(4096 * i + i, [100 + i] * (1 + i % 3)) for i in range(n)]
 
 
@@ -173,7 +173,7 @@ def test_a_read_that_fails_is_named(n, nowait, file, of_8, flags_seen, monkeypat
 @needs_native
 @pytest.mark.parametrize("got", [-1, 0, 50])
 def test_an_incomplete_read_is_made_again(got, file, of_8, monkeypatch):
-    """Interrupted, at its end or in the middle: Python reads the range again, or raises."""
+    """A read is interrupted, gets nothing or a part: Python reads the range again, or raises."""
     loop, wrong = native.loop(), b"\xa5" * 50
 
     def incomplete(table, n, flags, done, flag):
@@ -253,7 +253,7 @@ needs_direct = pytest.mark.skipif(native.direct_loop() is None, reason="needs Li
 
 @pytest.fixture(params=("without a thread", "threads"))
 def direct(file, request):
-    """A reader past the page cache."""
+    """A reader that reads past the page cache."""
     with contextlib.closing(Reader(8, direct=True)) as reading:
         if reading.open(file).direct is None:
             pytest.skip("this file system does not read past the page cache")
@@ -273,7 +273,7 @@ def test_the_same_bytes_past_the_page_cache(direct, file, places):
 
 @needs_direct
 def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
-    """Nothing but a range longer than the buffer, and what reads past it did not bring."""
+    """Only a range longer than the buffer, and what reads past the page cache did not bring."""
     opened, path, size = direct.open(file), tmp_path / "long", native.BUFFER_NBYTES + 5
     drop(opened)
     direct.read(ranges_of(ask(opened, spread())))
@@ -284,7 +284,7 @@ def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
     with pytest.raises(ReadError, match="bytes, expert 0, .*expected 10 bytes, got 5"):
         direct.read(ranges_of(ask(opened, [(SIZE - 5, [10])])))
     monkeypatch.setattr(native, "read_direct", lambda table: None)  # GOT stays 0
-    os.close(opened.direct)  # so that what reads without a thread cannot begin
+    os.close(opened.direct)  # so that no read without a thread can begin
     opened._close_direct.detach()
     assert_reads(direct, ask(opened, spread()))
 
@@ -292,7 +292,7 @@ def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
 @needs_direct
 @pytest.mark.parametrize("direct", ["without a thread"], indirect=True)
 def test_many_reads_in_flight(tmp_path, direct, monkeypatch):
-    """More than the queue takes are read by threads; one that has ended makes room."""
+    """Threads make the reads that the queue has no room for; a read that has ended makes room."""
     monkeypatch.setattr(flight, "DEPTH", 10)
     path, size = tmp_path / "large", 100_000
     data = np.random.default_rng(0).bytes(40 * size)
@@ -307,12 +307,12 @@ def test_many_reads_in_flight(tmp_path, direct, monkeypatch):
     for r in reads[:2]:
         r.views[0][:] = bytes(size)
         assert direct.fly(ranges_of([r]))
-    if not (fork := os.fork()):  # where none of them ends
+    if not (fork := os.fork()):  # in a fork no read in flight ends
         signal.alarm(60)
         direct.close()
         os._exit(0)
     assert os.waitpid(fork, 0) == (fork, 0)
-    direct.stop()  # also where nobody has the flights any more, nor their ranges
+    direct.stop()  # also for flights and ranges that nobody holds any more
     assert not direct._queue._flying
     assert_arrived(reads, data)
 

@@ -31,7 +31,7 @@ from moelab.streaming.session import session_of
 PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
 
 
-# MLX 0.32.4's CUDA kernels give a small quantized model other logits in each call, mlx-lm's too.
+# MLX 0.32.4's CUDA kernels give small quantized models other logits in each call, in mlx-lm, too.
 on_host = pytest.mark.skipif(mx.cuda.is_available(), reason="needs small quantized models")
 WEIGHTS = "plain32" if mx.cuda.is_available() else "affine4"
 
@@ -106,7 +106,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
 @pytest.mark.parametrize("kernel", ("fast", "mlx"))
 @pytest.mark.parametrize("packed", (False, True))
 def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch):
-    """Where whole blocks have room; else they come by threads, through a buffer each."""
+    """Bytes land in slots with room for whole blocks. Else threads read through a buffer each."""
     source = repack(path, tmp_path / "packed", progress=False) if packed else path
     config = {"slots": K, "kernels": kernel, "dtype": "auto" if kernel == "fast" else "bfloat16"}
     with load_model(source, moelab.StreamConfig(**config))[0] as model:
@@ -123,11 +123,11 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
         assert not align or not (rooms % align).any()
         populated = []
         monkeypatch.setattr(bank.SlotBank, "populate", lambda own, huge: populated.append(huge))
-        for huge_s in (0, 1):  # at 0 no layer came fast enough for huge pages, at 1 each did
+        for huge_s in (0, 1):  # at 0 huge pages come fast enough in no layer, at 1 in each
             monkeypatch.setattr(engine, "HUGE_S", huge_s)
             engine._populate([slots])
         assert populated == [False, True]
-        if align:  # what is on its way is waited for before a slot is given back, or freed
+        if align:  # a read in flight ends before a slot is given back or freed
             session = session_of(model)
             missing = slots.missing(range(E))[:2]
             session.residency.prefetch(0, missing)
@@ -146,7 +146,7 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
 @pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
 @pytest.mark.parametrize("room", (1 << 40, 3))
 def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
-    """Of this layer and the next one what is not held, while there is room for it."""
+    """Next come the experts of this and the next layer that no slot holds, while there is room."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
         bank, L = session.layers[0].slots.bank, len(session.layers)
@@ -159,7 +159,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
         index_of = {layer.slots.bank: layer.index for layer in session.layers}
         found = [(index_of[bank], experts) for bank, experts in asked]
-        # Before the first layer for it; then in each layer for this one and the next, if any.
+        # Before the first layer: for this layer. Then in each layer: for it and the next, if any.
         assert [i for i, _ in found] == [0, *(n for i in range(L) for n in (i, i + 1))][:-1]
         assert found[0] == (0, missing[0][:room])
         for (_, here), (i, following) in zip(found[1::2], found[2::2]):
@@ -172,7 +172,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
-    """Or never, if every expert is held. With slots for all, calls without misses read the rest."""
+    """Or never, if slots hold every expert. With slots for all, calls without misses read more."""
     config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx", prefetch="none")
     num_layers = moelab.footprint(path).num_layers
     with load_model(path, config)[0] as model:
@@ -219,7 +219,7 @@ def test_footprint_is_what_load_takes(stored, mode):
 
 @pytest.mark.parametrize(
     "variables, fields",
-    [  # and the configuration that they stand for
+    [  # variables, and the configuration that they stand for
         ("", {"mode": "buffers"}),
         ("MLX_MOE_STACKED=1 MLX_MOE_FUSE_GATEUP=1 SWIFTLM_TOP_K=6", {"top_k": 6}),
         ("TEND_MOE_CACHE_SLOTS=24 MLX_MOE_CACHE_SLOTS=24", {"mode": "buffers", "slots": 24}),
@@ -274,7 +274,7 @@ def mlx_kernel(gpu, rows, matrices, quantized):
 @tries(300)
 @given(data=st.data(), E=st.integers(1, 512), size=st.integers(1, 4096), quantized=st.booleans())
 def test_a_gpus_kernel_is_the_resident_models(data, gpu, E, size, quantized):
-    """Whatever part of a call is computed, with any number of slots."""
+    """Each part of a call takes the resident model's kernel, with any number of slots."""
     S, part = data.draw(st.integers(1, E)), data.draw(st.integers(1, size))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, f"on_{gpu}", lambda: True)
@@ -333,7 +333,7 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
 @on_host
 @pytest.mark.parametrize("mode", ["resident", *STREAMED])
 def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkeypatch, mode):
-    """Elsewhere a slot may be one record."""
+    """Without CUDA a slot may be one record."""
     config = moelab.StreamConfig(mode=mode, dtype="bfloat16", kernels="mlx", slots=E)
     monkeypatch.setattr(bank, "ROOM_SHARE", 100)
     compute, called = QuantizedSwitchLinear.__call__, set()
@@ -345,7 +345,7 @@ def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkey
 
     def run():
         with load_model(path, config)[0] as model:
-            called.clear()  # of what asks for types while loading
+            called.clear()  # of calls that ask for types while loading
             return greedy_logits(model, PROMPT[0].tolist(), 3)
 
     monkeypatch.setattr(QuantizedSwitchLinear, "__call__", call)
@@ -372,7 +372,7 @@ def test_a_cache_of_another_model_is_refused(path):
 
 
 def test_a_prompt_takes_less_memory_than_resident():
-    """With 8 slots: a layer's output is not kept longer than the resident model keeps it."""
+    """With 8 slots: the engine keeps a layer's output no longer than the resident model does."""
     ids = mx.array([[(i * 37) % 500 + 5 for i in range(400)]])
     peak = {}
     for mode in ("resident", "fused"):

@@ -27,7 +27,7 @@ TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
 
 
 def load(path, mode="fused", slots=4, kernels="mlx", **fields):
-    """With mlx-vlm's class, which only a family of ``BOTH`` has to be asked for."""
+    """Load with mlx-vlm's class. Only for a family of ``BOTH`` must the caller ask for it."""
     fields |= {"slots": slots} if mode in ("stacked", "fused") else {}
     library = "mlx-vlm" if path.name in vlm_families.BOTH else "auto"
     config = moelab.StreamConfig(mode=mode, kernels=kernels, library=library, **fields)
@@ -53,7 +53,7 @@ def resident(model):
 @pytest.fixture(autouse=True)
 def compiles():
     yield
-    mx.enable_compile()  # a family of COMPILED_ONCE ended it
+    mx.enable_compile()  # ``resident`` ended it for families of COMPILED_ONCE
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_family_of_mlx_vlm(name, mode, checkpoint):
 
 @pytest.mark.parametrize("name", vlm_families.NAMES)
 def test_tokens_are_taken_back(name, checkpoint):
-    """Two texts in turn, one of them with drafts that are accepted in part."""
+    """Two texts are read in turn, one of them with drafts that are accepted in part."""
     model, rng = load(checkpoint(name)[0], slots=8), np.random.default_rng(3)
     plain, drafted = model.make_cache(), model.make_cache()
     for cache in (plain, drafted):
@@ -122,14 +122,14 @@ def test_what_is_refused(case, tmp_path, monkeypatch):
 
 
 def test_auto_takes_the_class_that_has_the_names(checkpoint, tmp_path, capsys, monkeypatch):
-    """mlx-lm has olmoe, too, under other names; both have qwen3_5_moe under the same."""
+    """mlx-lm's olmoe has other names of tensors; both libraries' qwen3_5_moe have the same."""
     vlm_families.write_checkpoint("olmoe", tmp_path)
     moelab.footprint(tmp_path)
     assert isinstance(load_model(tmp_path)[0], vlm.TextModel)
     said = f"moelab: {tmp_path}: mlx-vlm's class is used: it has the tensors' names\n"
     assert capsys.readouterr().err == said  # once
     assert not isinstance(load_model(checkpoint("qwen3_5_moe")[0])[0], vlm.TextModel)
-    assert vlm.library_of({"model_type": "nemotron_h_puzzle"}) == "mlx-vlm"  # its nemotron_h
+    assert vlm.library_of({"model_type": "nemotron_h_puzzle"}) == "mlx-vlm"  # as its nemotron_h
     monkeypatch.setattr(vlm, "find_spec", {"mlx_lm": vlm.find_spec("mlx_lm")}.get)
     for library, words in ("mlx-lm", ""), ("auto", "not installed. pip install"):
         words = f"{tmp_path}: cannot build .* 39 parameters not in model: language_model.*{words}"
@@ -144,14 +144,14 @@ def test_a_shared_expert_among_the_others(top_k, K, checkpoint):
     with moelab.record(model) as trace:
         logits(model, model.make_cache())
     assert trace.experts.shape[-1] == model._session.top_k == K
-    assert (trace.experts == 8).sum() == len(trace)  # each token takes the last of 9
+    assert (trace.experts == 8).sum() == len(trace)  # each token takes the last of 9 experts
     if top_k:  # a table of deepseek_v4 has K experts for each word
         with pytest.raises(ValueError, match="top_k: the tensors of .* take 2 only, got 1"):
             load(checkpoint("deepseek_v4")[0], top_k=top_k)
 
 
 def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
-    """Rows that were used last are in memory, and no others."""
+    """Only the rows that were used last are in memory."""
     path, want = checkpoint("qwen4_exp")
     model = load(path)
     (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
@@ -178,7 +178,7 @@ def test_a_text_begins_anew(checkpoint):
 
 @pytest.mark.parametrize("name, layout", [("laguna", "packed"), ("qwen3_5_moe", "authors'")])
 def test_gate_and_up_in_one_tensor(name, layout, checkpoint, tmp_path):
-    """Two in a packed folder; ``[E, 2F, D]`` and other names in the authors', beside images."""
+    """A packed folder has two tensors; the authors' has ``[E, 2F, D]``, other names, and images."""
     if layout == "packed":
         path, want = checkpoint(name)
         repack(path, path := tmp_path / "packed", progress=False)
