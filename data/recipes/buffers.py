@@ -84,7 +84,7 @@ def loop(model, tokens, hook=None):
 
 
 def here(tokens=48, rounds=10):
-    """Time the models in this process, whose environment has a setting."""
+    """Time the models in this process, whose environment has one of MLX's settings."""
     models = dense_and_moe()
     hooks = {AHEAD: None, ROUTING_READ: lambda call, x, i: (np.array(i), call(x, i))[1]}
     variants = {
@@ -114,7 +114,7 @@ def count(path):
 
 
 def kernels(path, tokens=64, rounds=5):
-    """Measure a decoded token's GPU seconds by kind of kernel, a short prompt's included."""
+    """Measure a decoded token's GPU seconds by kind of kernel; a short prompt counts in, too."""
     from torch.profiler import ProfilerActivity, profile
 
     model = resident(path)

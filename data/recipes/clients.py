@@ -5,11 +5,11 @@
 These two have HTTP clients of their own. tests/server has OpenAI's and Anthropic's Python packages,
 through which LangChain, pydantic-ai and aider ask.
 
-Each client is fetched by npm into a folder of its own under build/clients. The model thinks, calls
-two tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read a file, change
-it and run a command. The AI SDK has to run the called tool, and to read objects of a schema, which
-the model tiny-moe writes. Prints a table (client, version, what the client did) and exits with 1 if
-a client failed.
+npm fetches each client into a folder of its own under build/clients. The model thinks, calls two
+tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read a file, change the
+file and run a command. The AI SDK has to run the called tool, and to read objects of a schema that
+the model tiny-moe writes. The script prints a table (client, version, what the client did) and
+exits with 1 if a client failed.
 """
 
 import json
@@ -29,7 +29,7 @@ from speaker import CALL, TEMPLATE, USAGE, Speaker, speaking  # noqa: E402
 from moelab.commands.server.ask import Part  # noqa: E402
 
 BUILD, LONG = ROOT / "build" / "clients", "done " * 2000
-TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # for a client that has a tool f
+TURNS = [["<think>Hm</think>A", CALL, CALL], [LONG]]  # for clients that have a tool f
 AI_SDK = """
 import { generateObject, generateText, streamText, tool, stepCountIs } from 'ai';
 import { createOpenAI } from '@ai-sdk/openai';

@@ -1,4 +1,4 @@
-"""Time passes over several positions, resident and streamed; notebook 07 does so on tiny-moe.
+"""Time passes over several positions, resident and streamed, as notebook 07 does with tiny-moe.
 
 python data/recipes/passes.py OUT.json MODEL SLOTS...
 """

@@ -16,8 +16,8 @@ lengths of prompts (``126,400,800``). A WORD is
   ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
 - ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
-- ``warmup=32`` or ``tokens=32``: tokens after the prompt that are read before the clock starts, or
-  timed; ``seconds=30``: fewer, once as many seconds have passed;
+- ``warmup=32``: tokens after the prompt that are read before the clock starts; ``tokens=32``: those
+  that are timed then; ``seconds=30``: each of these two ends early after so many seconds;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
 Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
@@ -93,7 +93,7 @@ def built():
 
 
 def way(text):
-    """Parse a peer's name and the options of ``opened`` after it, a slash before each."""
+    """Parse a peer's name and the options for ``opened`` that follow it, each after a slash."""
     peer, *settings = text.split("/")
     if peer == REPACKED:
         return MOELAB, {}
@@ -125,7 +125,7 @@ def opened(peer, path, context, **options):
 
         model = mlx_vlm.load(path, **options)[0].language_model
         if mx.default_device() == mx.cpu:
-            model.set_dtype(mx.float32)  # like other peers; half precision is far slower there
+            model.set_dtype(mx.float32)  # as the others; half precision is far slower on a CPU
     else:
         resident = {"mode": "resident", "kernels": "mlx"}  # mlx-lm's model and MLX's kernels
         streamed = {"slots": 16, "context": context} | options
@@ -151,8 +151,8 @@ def _llama(path, context, experts_on_cpu=False):
     from llama_cpp import llama_cpp as c
     from llama_cpp._ggml import libggml
 
-    # llama.cpp must not copy weights into layouts for special instructions: with AMX's layout it
-    # crashed, and where memory is short the system can drop pages of the file, but no copies.
+    # llama.cpp must not copy weights into layouts for special instructions. With AMX's layout it
+    # crashed. And if memory is short, the system can drop pages of the file, but no copies.
     model_params = c.llama_model_default_params()
     model_params.use_extra_bufts = False
     if experts_on_cpu:
@@ -191,7 +191,7 @@ class _Override(ctypes.Structure):
 def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
     """Make one run of ``against`` in this (new) process and return its columns.
 
-    ``seconds``: the most that warm-up takes, and the most that is timed.
+    ``seconds`` limits the warm-up, and then the timed tokens.
     """
     read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []
 

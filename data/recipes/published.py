@@ -1,16 +1,16 @@
 """Compare speeds that others publish, and our own, with what the planner predicts.
 
     python data/recipes/published.py
-    python data/recipes/published.py settings    those of one machine, and the one planned
+    python data/recipes/published.py settings    settings of one machine, and the planned one
     python data/recipes/published.py macs        plans for Macs, which the README shows
     python data/recipes/published.py own         ours, planned with costs of the same machine
 
 Nothing is measured: the tables are computed and printed.
 
 The rows are those of ``data/published.csv``. Before anything was fitted (by ``fit`` and
-``fit_zipf`` of this file at 6fe0031), three things were fixed: which rows count (``why_not``), on
-which sources the planner's constants are fitted and on which the planner is judged (``side``), and
-how it is judged (``by_source``, ``GOALS``).
+``fit_zipf`` of this file at 6fe0031), three things were fixed: which rows count (``why_not``), to
+which sources the planner's constants are fitted and by which the planner is judged (``side``), and
+how the planner is judged (``by_source``, ``GOALS``).
 
 In the file ``verified`` is ``record read`` (the authors' dated records or benchmark pages),
 ``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours). ``ssd_from``
@@ -38,7 +38,7 @@ from moelab.shipped import shipped
 # What the planner has to reach on the sources that it was not fitted to. A factor is the larger of
 # predicted / published and published / predicted; a source's factor is the median over its rows.
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
-# Sources by one author, or of one thread, count as one.
+# Sources by one author, or of one thread, count as one source.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
 # A model's name in the rows: its name in ``moelab.plan``.
 MODELS = {
@@ -63,12 +63,12 @@ MOST_CONTEXT = 8192  # tokens: with more, caches take much of a token's time
 # Methods with other arithmetic than a streaming engine's, or with answers that are not the model's.
 OTHER_METHODS = ("serial", "TurboQuant", "skipped", "top-p", "mmap")
 OTHER_DEVICES = ("RTX", "Vulkan", "phone")
-# The cores of computers that are not Macs. The GB/s of those versions of a chip that are slower, by
-# the GB of their memory.
+# The cores of computers that are not Macs. The GB/s of a chip's slower version, by the GB of its
+# memory.
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
 TOKENS = 400  # tokens of the trace; half of them fill the caches
-# The columns of a row that a prediction follows from.
+# The columns of a row from which a prediction follows.
 SETTING = ["model", "bits", "top_k", "machine", "ram_gb", "ssd_gb_s"]
 SETTING += ["slots_or_cache", "slots", "held_gb", "hit_rate"]
 
@@ -212,7 +212,7 @@ def predicted(table):
     return table.assign(predicted_tok_s=of.map(speeds))
 
 
-# Settings of rows that are alike in these columns are compared.
+# Rows that are alike in these columns are compared by their settings.
 SAME = ["group", "side", "machine", "ram_gb", "model", "bits", "top_k", "method", "draft"]
 SAME += ["prompt_tokens", "context"]
 
@@ -220,8 +220,8 @@ SAME += ["prompt_tokens", "context"]
 def settings(groups=None):
     """Tabulate settings that one source measured on the same Mac, with the same model and method.
 
-    ``groups`` are those of the sources (None: all). ``best_over`` is the fastest setting's speed
-    over this one's. ``planned`` marks the setting nearest to the plan's slots, if a plan fits.
+    ``groups`` names groups of sources (None: all). ``best_over`` is the fastest setting's speed
+    over this setting's. ``planned`` marks the setting nearest to the plan's slots, if a plan fits.
     """
     table = rows()
     known = table.machine.str.split(" (", regex=False).str[0].isin(CHIPS)
@@ -246,7 +246,7 @@ def settings(groups=None):
 
 
 def _nearest(holds, row):
-    """Return the number of held experts nearest to a plan's for a row; None if no plan fits."""
+    """Return the number of held experts that is nearest to a row's plan; None if no plan fits."""
     try:
         plan = named(MODELS[row.model], machine_of(row).most, int(row.bits[0]))
     except ValueError:

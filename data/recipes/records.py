@@ -11,7 +11,7 @@ record of MLX alone has ``engine: null``.
 The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
 command (``{out}`` is the file, other words in braces are checkpoints, made once under
 build/records). ``notebook`` measures the record in a cell: save it there with
-``records.save("build/records/NAME.json", table)``, then name the record here. A record with neither
+``records.save("build/records/NAME.json", table)``, then name the record here. A record without both
 was made by an earlier version. A new record is a file with these words, ``"settings": {}`` and
 ``"rows": []``.
 """
@@ -28,7 +28,7 @@ from moelab.lab import records
 from moelab.lab.machine import card, engine_of
 
 RESULTS, WORK = DATA / "results", DATA.parent / "build" / "records"
-WORDS = ("what", "part", "make", "notebook")  # of a header: a record made anew keeps them
+WORDS = ("what", "part", "make", "notebook")  # of a header: a record that is made anew keeps them
 CHECKPOINTS = {
     "tiny": "models/tiny-moe",
     "dflash": "models/tiny-dflash",
@@ -59,7 +59,7 @@ class Places(dict):
 
 
 def run(command):
-    """Run a record's command; raise OSError if it fails, but not if it found other tokens."""
+    """Run a record's command; raise OSError if it fails, unless it only found other tokens."""
     done = subprocess.run([sys.executable, *command.split()[1:]], cwd=DATA.parent)
     if done.returncode not in (0, 3):
         raise OSError(f"{command}: exit status {done.returncode}")

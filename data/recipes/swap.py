@@ -71,7 +71,7 @@ def swapping(nbytes, swap_nbytes):
 
 @contextmanager
 def started(prepared, *words, hidden=False):
-    """Start this script with some words in a cgroup, whose limit ``hidden`` hides from it."""
+    """Start this script with some words in a cgroup; ``hidden`` hides the cgroup's limit."""
 
     def before_exec():
         prepared.before_exec()
@@ -84,7 +84,7 @@ def started(prepared, *words, hidden=False):
             yield process
         finally:
             process.kill()
-            with suppress(BrokenPipeError):  # it was killed before it read all lines
+            with suppress(BrokenPipeError):  # the process was killed before it read all lines
                 process.stdin.close()
 
 

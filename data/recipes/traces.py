@@ -38,8 +38,8 @@ def texts(model_path) -> dict[str, str]:
 def record(model, tokenizer, text, name, tokens=DECODE, sampled=False) -> moelab.Trace:
     """Record the routing of a text's first ``PROMPT`` tokens and, one at a time, ``tokens`` more.
 
-    The latter are the text's own, as if the model wrote this text, or, if ``sampled``, those that
-    the model writes.
+    The tokens after the prompt are the text's own, as if the model wrote this text. If ``sampled``,
+    they are those that the model writes.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt, seed = mx.array(ids[:PROMPT]), SEED if sampled else None

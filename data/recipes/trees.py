@@ -92,7 +92,7 @@ def spoil(right, found):
                 while (other := rng.randrange(num_experts)) in taken:  # quick: most are free
                     pass
                 changed[at] = other
-                p[at] = p[at] if drawn < found / right else -1  # -1: it is not named
+                p[at] = p[at] if drawn < found / right else -1  # -1: the expert is not named
         return choose(self, layer, changed, p)[0], likely.ravel().tolist()
 
     Router.choose = spoilt
