@@ -51,7 +51,7 @@ class OpenAI:
         return last.response
 
     def facts(self, answer):
-        """Its items, how it ended, and its tokens: of the prompt, not read again, written."""
+        """An answer's items, end and tokens: of the prompt, not read again, written."""
         used, items = answer.usage, []
         for item in answer.output:
             if item.type == "function_call":
@@ -82,7 +82,7 @@ class Anthropic:
             return stream.get_final_message()
 
     def facts(self, answer):
-        """Its blocks, how it ended, and its tokens: of the prompt, not read again, written."""
+        """An answer's blocks, end and tokens: of the prompt, not read again, written."""
         used, items = answer.usage, []
         for block in answer.content:
             if block.type == "tool_use":
@@ -152,7 +152,7 @@ def test_what_the_model_cannot_use(caplog):
 
 
 def test_a_call_in_a_namespace(speak):
-    """Its item says so, also in a stream; a later request may name items by their id."""
+    """The call's item names the namespace, also in a stream; a later request may name it by id."""
     client = OpenAI(speak(speaker.CALL.replace('"f"', '"m__f"')))
     for answer in (client.summed(), client.asks.create(**client.usual)):
         (call,) = answer.output
@@ -173,7 +173,7 @@ SILENCE = {
 @pytest.mark.parametrize("path", SILENCE)
 @pytest.mark.usefixtures("in_time")
 def test_silence(path, monkeypatch):
-    """A stream begins before anything is written, and goes on while a call is held."""
+    """A stream begins before any text, and says that it goes on while a call is incomplete."""
     monkeypatch.setattr(http, "KEEPALIVE_S", 0.01)
     engine, go_on = speaker.Speaker(), threading.Event()
 
@@ -198,7 +198,7 @@ def test_silence(path, monkeypatch):
 
 OFF, LOW = {"type": "disabled"}, {"effort": "low"}
 HARD, MILD = {"type": "enabled"}, {"reasoning_effort": "low"}
-THOUGHTS = [  # how hard the model thinks, and how the template has it: its effort, after "off"
+THOUGHTS = [  # fields, and what the template writes: "off" if thinking is off, then the effort
     (ANTHROPIC, {"thinking": OFF, "output_config": LOW}, "offlow"),
     (ANTHROPIC, {"thinking": HARD, "output_config": LOW}, "low"),
     (RESPONSES, {"reasoning": {"effort": "none"}}, "offnone"),

@@ -57,7 +57,7 @@ def test_the_text_is_that_of_mlx_lm(client, texts):
 
 
 def test_texts_that_wait_have_one_prompt():
-    """128 of a request's texts would take 1 kB for each of its tokens."""
+    """With a copy each, 128 texts of a request would take 1 kB for each token of its prompt."""
     ask = Ask([5] * 1000, 1)
     assert all(_Text(i, ask, None, TOKENIZER).tokens is ask.tokens for i in range(2))
 
@@ -83,7 +83,7 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
 @two_servers
 def test_what_was_read_before_is_not_read_again(client, mlx):
     """The same prompt, a conversation that goes on, the same instructions before another text; and
-    a prompt that begins a kept one, of which one token is read."""
+    a prompt that is the beginning of a kept one: one of its tokens is read."""
     rules = {"role": "system", "content": '"""Notes about a queue of jobs, and how it empties.\n'}
     messages, length = [rules], 0
     for text in ("class Queue:\n    def push(self):", "def write(line):"):
@@ -104,7 +104,7 @@ def test_what_was_read_before_is_not_read_again(client, mlx):
 
 @two_servers
 def test_prompts_that_begin_alike(client, mlx):
-    """The second shows where they part. The third is read from there, and its text is right."""
+    """The second prompt shows where they part. The third is read from there; its text is right."""
     begin = "x = 1  # What this file of settings says, and where each of them is read\n"
     begin += "def of(values, names, defaults):\n    return"
     shared = len(mlx.tokenizer.encode(begin))
@@ -128,7 +128,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(bits, mlx, tmp_path):
 
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
-    """With a penalty, which looks at the whole prompt, cached or not."""
+    """Also with a penalty, which looks at the whole prompt, cached or not."""
     fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
     texts = {text_of(client, PROMPTS[0], **fields) for _ in range(2)}
     mx.random.seed(7)
@@ -139,7 +139,7 @@ def test_a_seed_writes_the_text(client, mlx):
 
 
 def test_a_quantized_cache(mlx):
-    """A draft guesses. The second time the prompt's cache is kept."""
+    """A draft guesses. The second request goes on from the first one's cache."""
     options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
     wanted = mlx.write(PROMPTS[1], max_tokens=40, kv_bits=4, quantized_kv_start=20)
     with serving(*SERVERS["streamed"], *options) as server:
@@ -149,7 +149,7 @@ def test_a_quantized_cache(mlx):
 
 @pytest.mark.parametrize("name", ["streamed", "lookup"])
 def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
-    """It is read and its text written while the long one is read; both texts are right."""
+    """The short text is read and written while the long prompt is read; both texts are right."""
     ids = mlx.tokenizer.encode(max(MODEL.glob("heldout/*.py"), key=os.path.getsize).read_text())
     written, long = {"long": "", "short": ""}, ids[:225]
 
@@ -163,7 +163,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
         time.sleep(0.05)
         ask(server.client, "short", PROMPTS[0])
         assert written["short"] == texts[0] and not slow.done()
-        for _ in range(99):  # nor does the long one wait for all the short ones that come
+        for _ in range(99):  # the long prompt does not wait for all short ones, either
             ask(server.client, "short", PROMPTS[1])
             if slow.done():
                 break
@@ -172,7 +172,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
 
 
 def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
-    """Alone and beside others; a prompt without room for an answer is refused, but counted."""
+    """Alone and beside others. A prompt that leaves an answer no room is refused, but counted."""
     shutil.copytree(MODEL, tmp_path / "m")
     config = tmp_path / "m/config.json"
     config.write_text(re.sub('("max_position_embeddings"): [0-9]+', r"\1: 64", config.read_text()))
@@ -200,7 +200,7 @@ def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
 
 
 def test_without_limit_memory_ends_a_text():
-    """Where a request has a limit, that is an error."""
+    """If a request has a limit, a lack of memory is an error."""
     _, engine = started(*SLOTS)
     logits = engine._logits
 

@@ -1,4 +1,4 @@
-"""Answers of a form: each is valid, in batches and with drafts; and what cannot be asked for."""
+"""Answers of a form: each is valid, in batches and with drafts; forms that are refused."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def drawn(r, depth=2):
 
 
 def schema_of(seed):
-    """An object of two drawn parts, one of them by its name."""
+    """An object of two drawn schemas, one of them by reference."""
     parts = {"x": drawn(random.Random(seed)), "y": {"$ref": "#/$defs/z"}}
     schema = {"type": "object", "properties": parts, "required": ["x", "y"]}
     return schema | {
@@ -68,10 +68,10 @@ def schema_of(seed):
     }
 
 
-# Three that have every kind of leaf and node between them, or as many as are asked for.
+# Three schemas that together have every kind of leaf and node, or as many as are asked for.
 SEEDS = (1, 4, 12) if FAST else range(int(os.environ.get("MOELAB_SCHEMAS", 12)))
 SCHEMAS = [*map(schema_of, SEEDS)]
-said = {}  # by the first of these servers
+said = {}  # what the first of the servers answered
 
 
 def valid(text, schema):
@@ -118,7 +118,7 @@ CALLED = {"f": lambda given: valid(given, ONE), "g": Entry.model_validate_json}
 
 
 def test_what_official_clients_ask_for():
-    """Answers that they parse, and calls of any function or a named one; streamed, too."""
+    """Clients parse answers, and get calls of any function or of a named one; streamed, too."""
     said, calls = {"model": "default_model"}, []
     told = said | {"messages": [user("x")]}
     in_chat = [{"type": "function", "function": f} for f in FUNCTIONS]
@@ -163,7 +163,7 @@ TOOLS = [speaker.CHAT_TOOL, {"type": "function", "function": function('é"', ONE
 CALL = '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>'
 OTHER = '<tool_call>\n{"name": "é\\"", "arguments": {"a": 2}}\n</tool_call>'
 ANSWER, THOUGHT = '{"a": 1}', 'Hm {"a": 3}</think>'
-FORMS = [  # where a prompt ends, what is asked for, texts of that form, and others
+FORMS = [  # the state after a prompt, what is asked for, texts of that form, others
     ("normal", (ONE,), [ANSWER, f"<think>{THOUGHT}\n\n{ANSWER}"], [CALL, THOUGHT]),
     ("reasoning", (ONE,), [THOUGHT + ANSWER], ["\n" + ANSWER, THOUGHT + THOUGHT, THOUGHT]),
     ("content", (ONE,), [ANSWER], [f"<think>{THOUGHT}{ANSWER}", ANSWER + "x", '{"a": 3}', ""]),
@@ -177,7 +177,7 @@ FORMS = [  # where a prompt ends, what is asked for, texts of that form, and oth
 
 @pytest.mark.parametrize("state, asked, taken, others", FORMS)
 def test_a_form(state, asked, taken, others):
-    """Its texts may be written and end, and no others; whichever text came before."""
+    """Texts of the form may be written and end, other texts not, whichever text came before."""
     tokenizer = wrapped(speaker.TEMPLATE)
     (end,), prompt = tokenizer.eos_token_ids, tokenizer.encode("x = [")
     mask = Mask(grammar(tokenizer, state, *asked), tokenizer, len(prompt))
@@ -222,7 +222,7 @@ def test_without_the_library(monkeypatch):
 
 @pytest.mark.parametrize("served", ["streamed"], indirect=True)
 def test_a_limit_of_the_library(client):
-    """It ends the one text with an error, and others go on."""
+    """A form beyond the limit ends its text with an error, and other texts go on."""
     kinds = [
         {"properties": {"k": {"pattern": f"^x*y{{{i % 7}}}$"}, f"v{i}": {}}} for i in range(3000)
     ]

@@ -75,7 +75,7 @@ def request_bytes(path="/v1/completions", **body):
 
 
 def connected(url):
-    """A connection with little room for what its client does not take."""
+    """A connection that has little room for bytes that its client does not take."""
     where, connection = urlsplit(str(url)), socket.socket()
     connection.settimeout(60)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
@@ -92,7 +92,7 @@ def wait_for(what):
 
 
 def test_answers(fake):
-    """Whole and in a stream, on each of the routes."""
+    """Answers come whole and in a stream, on each of the routes."""
     assert [c["text"] for c in ask(fake, n=2).json()["choices"]] == ["abcd"] * 2
     *parts, done, _ = ask(fake, stream=True).text.split("\n\n")
     parts = [json.loads(part.removeprefix("data: ")) for part in parts]
@@ -133,14 +133,14 @@ HALVES = [r"\ud800", r"\uDc00", r"a\\\ud83d", r"\ud83d\u0041", r"\ud800\ud83d\ud
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_a_character(half):
-    """As Python's decoder makes it, with U+FFFD in its place; in a call's arguments, too."""
+    """U+FFFD stands where Python's decoder makes half a character; in a call's arguments, too."""
     wanted = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
     assert requests.parsed(f'{{"x": "{half}"}}'.encode()) == {"x": wanted}
 
 
 @pytest.mark.parametrize("error", [MemoryError("memory is short"), TimeoutError("the disk")])
 def test_an_error_of_the_engine(fake, caplog, error):
-    """Before anything is written, and after it."""
+    """An error before anything is written, and one after."""
     status = 503 if isinstance(error, MemoryError) else 500
     for stream, written in ((False, ()), (True, ()), (False, "a"), (True, "a")):
         fake.engine.events = [*map(Part, written), error]
@@ -152,7 +152,7 @@ def test_an_error_of_the_engine(fake, caplog, error):
 
 
 def test_large_bodies(fake, monkeypatch):
-    """They are refused earlier if memory is short."""
+    """Smaller bodies are refused, too, if memory is short."""
     for parts, status in (([b'{"prompt"', b': "x"}'], 200), ([b"x" * 2**20] * 5, 413)):
         assert fake.post("/completions", content=iter(parts)).status_code == status
     for free, most in ((2 * 260 * 20_000, 20_000), (-1, 2**14)):
@@ -162,7 +162,7 @@ def test_large_bodies(fake, monkeypatch):
 
 
 def test_what_all_requests_hold_together(fake, monkeypatch):
-    """There is room again for those that left or were answered. Large ones leave room for small."""
+    """Requests that left or were answered free their room. Large ones leave room for small ones."""
     held = http._held
     monkeypatch.setattr(http, "memory_now", lambda: (0, 2 * 260 * 300_000))
 
@@ -198,7 +198,7 @@ def test_what_all_requests_hold_together(fake, monkeypatch):
 
 
 def test_a_template_that_does_not_end(fake, monkeypatch):
-    """It keeps nothing: neither its place nor a thread."""
+    """Such a request keeps neither its place nor a thread."""
     messages = [{"role": "user", "content": said} for said in ("slow", "x" * 20_000)]
     monkeypatch.setattr(http, "CHECK_S", 0.5)
     answer = fake.post("/chat/completions", json={"messages": messages})
@@ -213,8 +213,8 @@ ORIGINS = [(None, 200), ("http://a.org", 200), ("null", 403), ("\x1b[2Jred", 403
 
 @pytest.mark.parametrize("origin, status", ORIGINS)
 def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
-    """Nothing is computed for others, and they may not read any answer, which is not lost although
-    the connection closes after it."""
+    """For other pages nothing is computed, and they may not read any answer. An answer is not lost
+    although the connection closes after it."""
     caplog.set_level("INFO")
     headers = {"Connection": "close"} | ({"Origin": origin} if origin else {})
     answer = fake.post("/completions", json={"prompt": "x" * 10**6}, headers=headers)
@@ -229,7 +229,7 @@ def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("slow_s, pause_s", [(1, 0), (0, 30), (0, 0.01)])
 def test_a_client_that_hangs_up(fake, caplog, monkeypatch, slow_s, pause_s, stream):
-    """While its request is checked, its prompt is read or its answer comes."""
+    """It hangs up while its request is checked, its prompt is read or its answer comes."""
     caplog.set_level("INFO")
     monkeypatch.setattr(Slow, "slow_s", slow_s)
     fake.engine.events, fake.engine.pause_s = [Part("x")] * 100_000, pause_s
@@ -262,7 +262,7 @@ def test_clients_that_send_nothing(fake, monkeypatch):
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
-    """The first is dropped, the second is not."""
+    """A client that takes nothing is dropped, one that takes little is not."""
     monkeypatch.setattr(http, "SILENT_S", 0.5)
     fake.engine.events, fake.engine.pause_s = Speaker("x" * (5000 if takes else 100_000)).events, 0
     with connected(fake.base_url) as connection:
@@ -321,7 +321,7 @@ def completion(server, prompt="def f(x):", max_tokens=16):
 
 
 def test_the_text_of_a_client_that_hangs_up():
-    """It would take a minute, and the next, which must wait, is soon there."""
+    """The text would take a minute. The next text, which must wait for it, soon comes."""
     with serving(*DRAFT) as server:
         with connected(server.url) as connection:
             connection.sendall(request_bytes(prompt=PROMPTS[0], max_tokens=20_000))
@@ -331,7 +331,7 @@ def test_the_text_of_a_client_that_hangs_up():
 
 
 def test_a_read_that_fails(tmp_path, random_tiny_moe):
-    """Every request that needs it gets an error, in its stream too; the server goes on."""
+    """Every request that needs the read gets an error, in its stream too; the server goes on."""
     model = tmp_path / "m"
     shutil.copytree(random_tiny_moe, model)
     with serving("--slots", "8", model=model) as server:
@@ -350,7 +350,7 @@ FIELDS = ("prompt", "max_tokens", "temperature", "seed", "stop", "stream", "logi
 
 
 def attack(url, rng):
-    """Send a request of a hostile client, whole, damaged or in half; the status, if one came."""
+    """Send a hostile request, whole, damaged or in half; return the status, if one came."""
     asked = {"prompt": "def f(x):", "max_tokens": rng.randint(1, 8), "stream": rng.random() < 0.3}
     asked |= {rng.choice(FIELDS): rng.choice(WRONG)} if rng.random() < 0.5 else {}
     data, wait_s = bytearray(request_bytes(**asked)), rng.choice((60, 60, 0.1, 0.1, 1e-3))
@@ -417,7 +417,7 @@ def test_a_hang_up(end, nohup, tmp_path):
 
 @pytest.mark.parametrize("options, times", [(DRAFT, 1), (SLOTS, 3)])
 def test_ctrl_c(options, times, tmp_path):
-    """It comes once or thrice, amid an answer, an endless template, half a request and none."""
+    """Ctrl-C comes once or thrice, amid an answer, an endless template, half a request and none."""
     text = request_bytes(prompt=PROMPTS[1], max_tokens=20_000, stream=True)
     slow = request_bytes("/v1/chat/completions", messages=[{"role": "user", "content": "slow"}])
     answers = []

@@ -34,12 +34,12 @@ def streamed(client, *messages, **fields):
         event = event.model_dump(exclude_unset=True)
         state.handle_chunk(parsed(ChatCompletionChunk, event, ["reasoning"]))
         assert event["object"] == "chat.completion.chunk"
-    assert not event["choices"]  # it has the usage
+    assert not event["choices"]  # the last event has the usage
     return state.current_completion_snapshot
 
 
 def content(choice):
-    """All that a client sees of a choice, streamed or not, but log probabilities."""
+    """All that a client sees of a choice, streamed or not, except log probabilities."""
     said = choice.message
     calls = [(c.function.name, c.function.arguments) for c in said.tool_calls or ()]
     return said.content or "", getattr(said, "reasoning", None) or "", calls, choice.finish_reason
@@ -47,7 +47,7 @@ def content(choice):
 
 @pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
 def test_thoughts_and_calls(said, items, speak):
-    """Streamed and not; what is no call is text, and without tools or a chat all of it is."""
+    """Streamed and not. What is no call is text; without tools, or outside a chat, all is text."""
     texts = [item for item in items if item != "call" and item[0] != "*"]
     thoughts = [item[1:] for item in items if item[0] == "*"]
     calls = [("f", '{"a": [1, "é"]}')] * items.count("call")
@@ -79,7 +79,7 @@ def test_log_probabilities_that_json_does_not_have(score):
 
 @two_servers
 def test_echo(client):
-    """The prompt, in any form, before each text; whole and in a stream; and what its tokens are."""
+    """Each text begins with its prompt, in any form, whole and in a stream; so do its tokens."""
     text = "# ü€\ndef é(x"
     prompts, size = [text, TOKENIZER.encode(text)], len(TOKENIZER.encode(text))
     fields = {"echo": True, "n": 2, "logprobs": 1}
@@ -112,7 +112,7 @@ def test_seeds(client):
         seeded = [threads.submit(complete, client, **fields | {"seed": 7 + i}) for i in range(3)]
         assert [text.result().choices[0].text for text in seeded] == texts
         texts += [text.result().choices[0].text for text in others]
-    for _ in range(2):  # after the same seed
+    for _ in range(2):  # after the same seed, too, unseeded texts differ
         complete(client, **fields)
         texts += [choice.text for choice in complete(client, n=2, **SAMPLED).choices]
     assert len({*texts}) == len(texts)
@@ -121,7 +121,7 @@ def test_seeds(client):
 @two_servers
 @pytest.mark.parametrize("of, fields", [(whole, {}), (streamed, {"temperature": 1.5, "seed": 1})])
 def test_log_probabilities_of_what_was_chosen(client, mlx, of, fields):
-    """They are mlx-lm's, of the tokens that make the text, which begins with a space."""
+    """They are mlx-lm's, for the tokens of the text, which begins with a space."""
     fields |= {"logprobs": True, "top_logprobs": 20, "n": 2}
     answer = of(client, user(PROMPTS[3]), **fields).choices[1]
     scores, encode = answer.logprobs.content, mlx.tokenizer.encode
@@ -144,7 +144,7 @@ def test_a_prompt_of_tokens_that_ends_in_half_a_character(client, echo):
     assert text == ("café" if echo else "é")
 
 
-# The log-likelihoods that lm-eval (``local-completions``) reads, from what it sends
+# lm-eval's requests (``local-completions``), and the log-likelihoods that it reads from answers
 
 PAIRS = [  # a context and what may follow it
     ("def add(a, b):", "\n    return a + b\n"),
@@ -152,7 +152,7 @@ PAIRS = [  # a context and what may follow it
     ("import numpy", " as np"),
     ("for i in range(10", "):\n"),
     ("# größer", " — 日本"),
-    ("<|endoftext|>", "class Stack:\n    def __init__(self):"),  # as it scores whole texts
+    ("<|endoftext|>", "class Stack:\n    def __init__(self):"),  # as lm-eval scores whole texts
 ]
 
 

@@ -1,4 +1,4 @@
-"""Prompts that are kept: what a prompt finds, and what is forgotten."""
+"""Kept prompts: what a new prompt finds among them, and which ones are forgotten."""
 
 import argparse
 import re
@@ -78,11 +78,11 @@ def test_where_prompts_part(model):
     prompts = Prompts()
     other = TEXT[:30] + [t + 1 for t in TEXT[30:]]
     assert shared(prompts, TEXT) == 0
-    assert shared(prompts, other) == 30  # with ``TEXT``, which was seen but not kept
+    assert shared(prompts, other) == 30  # shared with ``TEXT``, which was seen but not kept
     prompts.keep(TEXT[:30], read(model, TEXT[:30])[0], "system")
-    assert shared(prompts, other[:-1]) == 58  # but for the last token of ``other[:-1]``
-    assert shared(prompts, TEXT[:30] + [t + 2 for t in TEXT]) == 0  # where a kept one ends
-    assert shared(prompts, TEXT[:10] + [t + 3 for t in TEXT]) == 0  # too few to be kept
+    assert shared(prompts, other[:-1]) == 58  # all but the last token of ``other[:-1]``
+    assert shared(prompts, TEXT[:30] + [t + 2 for t in TEXT]) == 0  # a kept prompt ends there
+    assert shared(prompts, TEXT[:10] + [t + 3 for t in TEXT]) == 0  # 10 are too few to be kept
     text = TEXT[::-1]
     prompts.keep(text, read(model, text)[0])
     # A kept cache that can be trimmed serves every prompt that begins so.
@@ -106,10 +106,10 @@ def test_what_is_forgotten(model, monkeypatch):
     assert left(of(2)) == left(of(10, 2 * nbytes + 1)) == [2, 3]
     assert left(of(0)) == left(of(10, nbytes - 1)) == []
     prompts = of(10, 4 * nbytes)
-    prompts.trim(3 * nbytes)  # which texts in work take
+    prompts.trim(3 * nbytes)  # unfinished texts take these bytes
     assert left(prompts) == [3]
 
-    # There is memory for two of them and the 10 bytes that stay free.
+    # There is memory for two texts' caches and the 10 bytes that stay free.
     prompts = Prompts(free_nbytes=10)
     room = 10 + 2 * nbytes
     monkeypatch.setattr(module, "memory_now", lambda: (0, room - prompts._lru.nbytes))
@@ -139,7 +139,7 @@ def restored(folder, *limits, **options):
 
 
 def saved(folder, *texts, size=10, **options):
-    """The folder's files, oldest first, after a server that starts, keeps texts and ends."""
+    """The folder's files, oldest first, after a server started, kept texts and ended."""
     prompts = restored(folder, size, **options)
     for text in texts:
         prompts.keep(text, read(recurrent.tiny(), text)[0], "user")
@@ -153,7 +153,7 @@ def cached(prompts, *texts):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
 def test_the_caches_of_a_draft(name, tmp_path):
-    """They go on too: the same drafts are accepted as by a server that went on."""
+    """They are kept, too: the same drafts are accepted as by a server that did not restart."""
     name = name if name == "lookup" else DATA / "models" / name
     draft, model, text = open_draft(name), recurrent.tiny(), (TEXT[:8] * 6)[:45]
 
@@ -178,7 +178,7 @@ def test_the_newest_within_the_limits(tmp_path):
     assert cached(restored(tmp_path, 2), *TEXTS) == [0, 0, 58, 57]
     nbytes = files[0].stat().st_size
     assert cached(restored(tmp_path, 10, nbytes + nbytes // 2), *TEXTS) == [0, 0, 0, 57]
-    assert len(files_of(tmp_path).read(10, nbytes + nbytes // 2)) == 1  # others are not read at all
+    assert len(files_of(tmp_path).read(10, nbytes + nbytes // 2)) == 1  # other files are not read
     assert cached(restored(tmp_path, 0), *TEXTS) == [0] * 4
     # The oldest is forgotten for a new one; the others are not written again.
     again = saved(tmp_path, TEXT[9:], size=4)
@@ -211,7 +211,7 @@ def test_files_that_are_left_alone(tmp_path, capsys):
 
 
 def test_what_must_be_the_same(tmp_path, random_tiny_moe, capsys):
-    """The weights, too: an adapter that is trained again, in the same folder, is another."""
+    """The weights, too: an adapter that is trained again in the same folder is another adapter."""
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     weights = adapter / "adapters.safetensors"

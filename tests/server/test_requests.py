@@ -52,7 +52,7 @@ def test_what_changes_nothing(kind, usual):
 
 @both
 def test_what_a_request_becomes(kind, usual):
-    """The command line has the defaults; ranks share asks as JSON; mlx-lm takes the arguments."""
+    """The command line has the defaults; an ``Ask`` survives JSON; mlx-lm takes its arguments."""
     args = {"max_tokens": 7, "temp": 0.5, "top_p": 0.9, "sampling_top_k": 3, "min_p": 0.1}
     (ask,) = asks(kind, usual, args=args | {"num_draft_tokens": 4})
     defaults = {"temp": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}
@@ -87,7 +87,7 @@ def test_several_texts(kind, usual):
 
 
 def test_prompts():
-    """Those of lm-eval's ``local-completions`` too."""
+    """Prompts of every form, also those of lm-eval's ``local-completions``."""
     encode = fake_served().tokenizer.encode
     for prompt in ("a b", ["a b", "c"], [1, 2], [[1, 2], [3]], ["a b", [3]]):
         listed = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
@@ -123,7 +123,7 @@ LAST |= {"tool_choice": [{"type": "tool", "name": "web_search"}]}
 LAST |= {"messages": [[], *([user([block])] for block in BLOCKS)], "system": [[PICTURE], 5]}
 LAST |= {"output_config": [FORMAT], "tools": [[{"name": "f"}]], "stop_sequences": [[5]]}
 LAST |= {"text": [{"effort": "low"}], "stop": ["x"]}
-BAD = {  # of each dialect, values of fields that change the answer otherwise, or that are none
+BAD = {  # by dialect: values that a field does not have, or that ask for what is not served
     COMPLETIONS: {
         "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
         "max_tokens": [-1, 1.5, True, HUGE, 2**31],
@@ -155,7 +155,7 @@ ROWS = [(dialect, field) for dialect, fields in BAD.items() for field in fields]
 
 @pytest.mark.parametrize("dialect, field", ROWS, ids=lambda of: getattr(of, "path", of)[:30])
 def test_a_bad_field(dialect, field):
-    """The error names it, in few words."""
+    """The error names the field, in few words."""
     usual = TEXT if dialect is COMPLETIONS else {dialect.prompt: [user("x")]}
     for value in BAD[dialect][field]:
         with pytest.raises(Refused) as refused:
@@ -204,7 +204,7 @@ SAID = [  # a field, a value, and what is said of it
 
 @pytest.mark.parametrize("field, value, said", SAID)
 def test_what_a_refusal_says(field, value, said):
-    """It names the field, what is taken and what was got, also where a field has several forms."""
+    """It names the field, what is taken and what was got, also for a field of several forms."""
     with pytest.raises(Refused) as refused:
         asks(CHAT, TALK | {field: value})
     assert str(refused.value).replace('"', "").startswith(said)
@@ -224,7 +224,7 @@ NAMES = st.sampled_from([*fields_of(CHAT), *fields_of(COMPLETIONS)])
 @tries(300)
 @given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | CHATS)
 def test_any_json(body, chats, main):
-    """It becomes asks that ranks can share, or an error of few words."""
+    """JSON becomes asks that ranks can share, or gets an error of few words."""
     kind, name = (CHAT, "messages") if chats else (COMPLETIONS, "prompt")
     try:
         made = asks(kind, {name: main} | body)

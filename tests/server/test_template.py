@@ -66,7 +66,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 EMPTY, BEGUN = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
 SILENT, SAID = {"role": "assistant"}, {"role": "assistant", "content": "Once "}
 RULE = [user(AB), SILENT, {"role": "developer", "content": "Be short"}]
-READ = [  # a template, messages, and how what the model reads ends
+READ = [  # a template, messages, and the end of what the model reads
     (
         PLAIN,
         [user(AB), SILENT | {"content": None}, SILENT],
@@ -75,7 +75,7 @@ READ = [  # a template, messages, and how what the model reads ends
     (PLAIN, RULE, f"<|im_start|>system\nBe short<|im_end|>\n{BEGUN}"),
     (PLAIN + "{# developer #}", RULE, f"<|im_start|>developer\nBe short<|im_end|>\n{BEGUN}"),
     (None, RULE, "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"),
-    # The assistant's last message goes on, with the blanks at its end, but not after a call.
+    # An assistant's last message is continued, blanks at its end included, but not after a call.
     (PLAIN, [user("a"), SAID], "assistant\nOnce "),
     (None, [user("a"), SAID], "USER: a\nASSISTANT: Once "),
     (PLAIN, [user("a"), SAID | {"tool_calls": [function("{}")]}], f"Once <|im_end|>\n{BEGUN}"),
@@ -91,7 +91,7 @@ READ = [  # a template, messages, and how what the model reads ends
 
 @pytest.mark.parametrize("template, messages, end", READ)
 def test_what_the_model_reads(template, messages, end):
-    """Content is text; the template's arguments are taken."""
+    """Content becomes text, and the template gets its arguments."""
     parser = None if template is None else "json_tools"
     read = text(wrapped(template, parser=parser), messages, a=1)
     assert read.endswith(end)
@@ -130,7 +130,7 @@ def test_the_state_after_the_prompt():
     tokens, cuts, state = chat(tokenizer, [user("a"), SAID])
     assert state == "normal" and cuts[-1][0] == len(tokens) - 1
     assert chat(wrapped(None, parser=None), RULE)[1:] == ([], "normal")
-    # What messages say opens no thinking and ends none.
+    # Words in a message neither open nor end a thought.
     for word in ("a", "what is <think>?", "</think>", "</think><think>"):
         for has_states in (True, False):
             given = {"messages": [user(word)], "has_states": has_states}
@@ -173,7 +173,7 @@ def test_an_agents_next_prompt_begins_with_what_was_kept():
         tokens, cuts, _ = chat(tokenizer, messages, TOOLS)
         kept |= {tuple(tokens[:end]) for end, _ in cuts}
         last = cuts[-1][0]
-        assert len(tokens) - last < 8  # but the header of the answer
+        assert len(tokens) - last < 8  # only the answer's header is not kept
         messages += turn
         following = chat(tokenizer, messages, TOOLS)[0]
         longest = max(len(k) for k in kept if tuple(following[: len(k)]) == k)

@@ -69,7 +69,7 @@ cuts = st.lists(st.integers(0, 1000), max_size=12)
 
 @tries(1000)
 @given(letters, stops, cuts)
-@example("abcd", ["abcd", "bc"], [3])  # what may begin earlier is waited for
+@example("abcd", ["abcd", "bc"], [3])  # a stop that begins earlier may still come
 @example("abcx", ["abcd", "bc"], [3])
 def test_a_text_ends_before_the_first_stop_string(text, stops, places):
     """What cannot begin a stop string is sent at once."""
@@ -119,7 +119,7 @@ def test_a_call_in_each_format(parser):
     if parser == "json_tools":  # half a character
         runs, _ = split(tokenizer, good.replace("1", r'"\ud83dx"'))
         assert runs[0].text == '{"a": "\ufffdx"}'
-    # Without tools all of it is text. What the limit cut is, too.
+    # Without tools all of it is text. A call that the limit cut is text, too.
     assert split(tokenizer, "so " + good, None) == text_of("so " + good)
     assert split(tokenizer, good[:-1], finish="length")[0] == text_of(good[:-1])[0]
     # Tools that a parser does not expect end no answer.
@@ -129,7 +129,7 @@ def test_a_call_in_each_format(parser):
 
 
 def test_several_calls():
-    """Each has an id; missing arguments are an empty object; only the first if that is asked."""
+    """Each has an id; missing arguments are an empty object; if one is asked for, one comes."""
     text = '[TOOL_CALLS][{"name": "f"}, {"name": "g", "arguments": {"x": "é"}, "id": "abc"}]'
     calls = [Run("call", "{}", "made", "f"), Run("call", '{"x": "é"}', "abc", "g")]
     assert split(wrapped(parser="mistral"), text) == (calls, "tool_calls")
@@ -244,7 +244,7 @@ CHARACTERS = ["é", "日", "😀", "\n", "    ", " 't", "don't", " ' ' ' "]
 @tries(500)
 @given(st.sampled_from([*KINDS]), st.booleans(), st.data())
 def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
-    """What waits for more tokens is half a character, and what clean-up may change."""
+    """Only half a character, and what clean-up may change, waits for more tokens."""
     hf = made(kind, cleans)
     names = hf.convert_ids_to_tokens([*range(400)])
     # Byte tokens come in whole characters only; the next test has others.
@@ -267,7 +267,7 @@ def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_characters_of_byte_tokens_that_do_not_end(kind):
-    """Those before them stay, as in mlx-lm; a token beyond the vocabulary has no text."""
+    """Characters before them stay, as in mlx-lm; a token beyond the vocabulary has no text."""
     hf = made(kind)
     ours, theirs = Detokenizer(hf), SPMStreamingDetokenizer(hf, trim_space=False)
     for token in hf.convert_tokens_to_ids(["a", "<0x0A>", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>"]):
