@@ -36,8 +36,8 @@ from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is i
 compiled.keep_own()
 
 __version__ = "0.2.0"
-# The engine's number, which records carry. Raise it when the engine reads or computes other things,
-# or at other times.
+# The engine's number, which records carry. Raise it when the engine changes what it
+# reads or computes, or when it does so.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -37,7 +37,7 @@ def host(name):
 
 
 def against(name, memories, column="tok_s"):
-    """Tabulate the programs of a record; ``memories`` maps a memory to its limit there."""
+    """Make a table of a record's programs; ``memories`` gives the limit that a row's label means."""
     rows = (
         [said, *(speed(name, f"{peer}, {limit}", column) for peer in PROGRAMS.values())]
         for said, limit in memories.items()

@@ -111,7 +111,7 @@ def loading_given(args: argparse.Namespace) -> dict:
 
 
 def compare_arguments(ranks: Ranks, args: argparse.Namespace) -> None:
-    """Refuse ranks that were started with other arguments; ``load`` compares how they stream."""
+    """Refuse ranks with other arguments, but for those of streaming, which ``load`` compares."""
     given = {
         name: str(value)
         for name, value in vars(args).items()

@@ -75,7 +75,7 @@ class ExpertsInModule(FastExperts):
         return None if found is None or found[0][0].inputs != x.shape[-1] else found
 
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
-        """Begin a call for x ``[..., D]``, indices ``[..., K]``; None if the kernels do not fit."""
+        """Begin a call for x ``[..., D]``, indices of this shape; None if no kernel computes it."""
         found = self.matrices_for(x)
         if found is None:
             return None

@@ -359,7 +359,8 @@ def drift(rows: list[dict[str, Any]]) -> float:
     their times, each over its own median. Fewer than five rounds (three, with 15 samples), or less
     than ``DRIFT_S`` seconds of samples, have no drift (0).
     """
-    took, total = {}, 0  # by variant, then by round; seconds of all samples
+    took = {}  # seconds over tokens, by variant and then by round
+    total = 0  # seconds of all samples
     for row in rows:
         timed = ["decode_s", *(name for name in row if name.endswith(("seconds", "_s")))]
         seconds = next((row[name] for name in timed if isinstance(row.get(name), float)), 0)

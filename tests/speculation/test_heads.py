@@ -155,7 +155,7 @@ def test_drafts_that_do_not_fit_and_folders_without_one(changes, of_target, mess
 
 @pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])
 def test_scales_wider_than_their_layer(name, tmp_path):
-    """mlx-lm would divide by 0, which ends the process; the matrix is packed, or it is not."""
+    """Such a head is refused, packed or not: mlx-lm would divide by 0, which ends the process."""
     path = shutil.copytree(MODELS / name, tmp_path / name)
     file, told = str(path / "model.safetensors"), path / "config.json"
     if name == "tiny-dflash":  # quantized as mlx-lm does

@@ -97,7 +97,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """The share by which a text takes longer than without drafts, less the time of one token."""
+    """How much longer a text takes with drafts, as a share; one token's time is taken off first."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:

@@ -129,7 +129,7 @@ def runtime(monkeypatch):
 
 @pytest.fixture(scope="module")
 def want(hybrid):
-    """By type: logits of a prompt and of four tokens after it; their experts were not copied."""
+    """By dtype, the logits of a prompt and of four tokens, by experts that were not copied."""
 
     logits = {}
     for dtype in ("bfloat16", "float32"):

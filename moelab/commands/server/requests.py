@@ -251,7 +251,8 @@ class CompletionRequest(Request):
 class Answer(Protocol):
     """How a dialect sends an answer: ``whole``, or as a stream of ``begin``, ``part``, ``end``.
 
-    ``idle`` keeps a stream alive; None makes a comment of SSE. Each of ``parts`` is a whole text.
+    ``idle`` is the event that keeps a silent stream alive; if it is None, the server sends an SSE
+    comment. Each of ``parts`` is a whole text.
     """
 
     def whole(self, parts: list[Part]) -> Body: ...
