@@ -37,7 +37,7 @@ def host(name):
 
 
 def against(name, memories, column="tok_s"):
-    """Make a table of a record's programs; ``memories`` gives the limit that a row's label means."""
+    """Make a table of a record's programs; ``memories`` gives the limit of a row's label."""
     rows = (
         [said, *(speed(name, f"{peer}, {limit}", column) for peer in PROGRAMS.values())]
         for said, limit in memories.items()

@@ -89,7 +89,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
         task[[0, 3, 5]] = address(k[b, h]), address(q[b, h, first:]), address(s)
-        task[6:] = each, each, n, keys, keys  # each row in its place, and counts: ``quantized.TASK``
+        task[6:] = each, each, n, keys, keys  # rows in order, then counts: ``quantized.TASK``
         work = s.size * D
         team.run(scores_of, address(task), 1, pieces=team.pieces(work, keys // 2))
         if isinstance(mask, np.ndarray):

@@ -238,7 +238,7 @@ def served(tmp_path):
 
 
 def test_serve(served, alone):
-    """Texts in batches and alone. Neither a client that hangs up nor a refused request stops another."""
+    """Texts in batches and alone; a client that hangs up or is refused stops no other text."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text
