@@ -133,7 +133,8 @@ def main():
     parser.add_argument("--out")
     args = parser.parse_args()
     ways = dict(way(words, args) for words in args.ways)
-    made, (first, *_) = interleave("trees", ways, args.rounds, vars(args), progress=True), ways
+    settings = {key: value for key, value in vars(args).items() if key not in ("ways", "out")}
+    made, (first, *_) = interleave("trees", ways, args.rounds, settings, progress=True), ways
     lines = [f"{made.attrs['machine']}, n={args.rounds}, limit {args.limit} MB"]
     for what, name in product(made.select_dtypes("number").columns.drop("round"), ways):
         if len(found := values(made, name, what).dropna()):

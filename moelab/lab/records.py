@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -339,9 +340,9 @@ class Running:
 
 
 def _unrooted(word):
-    """Cut an absolute path in a command's word (also ``NAME=PATH``) down to its last name."""
-    name, equals, path = word.rpartition("=")
-    return name + equals + (os.path.basename(path) if os.path.isabs(path) else path)
+    """Cut absolute paths in a command's word, also ``NAME=PATH,PATH``, down to their last names."""
+    parts = re.split("([=,])", word)
+    return "".join(os.path.basename(part) if os.path.isabs(part) else part for part in parts)
 
 
 def _others_s():

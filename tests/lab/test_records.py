@@ -73,6 +73,13 @@ def test_a_run_whose_speed_drifts_is_disturbed():
     assert records.Running("bench").record(rows(1.0, 1.0, 1.0, 1.0, 1.2, 1.2))["load"]["disturbed"]
 
 
+def test_a_records_command_names_no_folder_of_the_machine(monkeypatch):
+    words = ["/usr/bin/python", "--out=/tmp/a.json", "base=.,/tmp/model,limit=4", "data/b.py"]
+    monkeypatch.setattr(records.sys, "orig_argv", words)
+    told = records.Running("bench").header["command"]
+    assert told == "python --out=a.json base=.,model,limit=4 data/b.py"
+
+
 @pytest.mark.parametrize(
     "said",
     [RuntimeError("no pmgr"), SystemError("an M5"), [None], [SimpleNamespace(current=4)]],
