@@ -63,7 +63,7 @@ SLOW = {
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
     "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
-    # The other cases are more samplers by the same rule.
+    # Each sixth case stays. The others try the same rule with other samplers.
     "::test_the_same_seed_writes_the_same_text": 6,
     # The policy stays: it chooses several numbers of drafts.
     "::test_the_prompt_cache_is_left_as_mlx_lm_leaves_it": "auto",

@@ -138,7 +138,7 @@ def test_a_first_failure_hides_no_other():
         assert all(step["run"].count("pytest") < 2 for step in tests)
 
 
-# From the top: a room (folder) imports rooms below it. All may import "", the modules of moelab/.
+# From the top: a room (folder) imports rooms below it. The room "" is moelab/ without its folders.
 ROOMS = "__main__|lab|commands||replay|streaming speculation|experts|checkpoint kernels"
 FLOORS = {room: i for i, floor in enumerate(ROOMS.split("|")) for room in floor.split(" ")}
 

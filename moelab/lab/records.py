@@ -322,17 +322,16 @@ class Running:
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
-        shifted, clock = drift(rows), None
+        shifted, clock_mhz = drift(rows), 0
         # A virtual machine does not say it. On an M5 psutil fails (SystemError: its issue 2841).
         with suppress(AttributeError, OSError, RuntimeError, SystemError):
-            clock = psutil.cpu_freq()
-            clock = clock if clock.current > 100 else None  # of an M4 it says GHz: its issue 2642
+            clock_mhz = psutil.cpu_freq().current
         much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
         load = {
             "average_before": self.average,
             "cores_of_others": round(others, 3),
             "cores_stolen": round(steal, 3),
-            "clock_mhz": round(clock.current) if clock else None,
+            "clock_mhz": round(clock_mhz) if clock_mhz > 100 else None,  # an M4: GHz, issue 2642
             "drift": round(shifted, 3),
             "disturbed": is_timed and much,
         }

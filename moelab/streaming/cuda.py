@@ -1,10 +1,10 @@
 """Moves experts' bytes to a CUDA GPU, and routing to the host, through pinned memory.
 
 If the host writes into an MLX array, its pages move to the GPU by page faults. Experts written so
-take 0.5 ms a MB; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. Here kernels in
-MLX's own graph copy experts and routing. The kernel that copies starts before the reads have ended,
-and waits on the GPU for each of them. This needs ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns
-it off.
+take 0.5 ms a MB; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. So this module has
+kernels that copy experts and routing, as operations of MLX's graph. The kernel that copies experts
+starts before the reads have ended, and waits on the GPU for each of them. This needs
+``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
 """
 
 import ctypes

@@ -127,7 +127,7 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Choose from ``likely`` experts ``[n, asks_early]`` those to read and those to keep."""
+        """Return which ``likely`` experts ``[n, asks_early]`` to read, and which slots keep."""
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())

@@ -91,14 +91,16 @@ def wait_for(what):
     return came
 
 
-def test_answers(fake):
-    """Answers come whole and in a stream, on each of the routes."""
+def test_answers(fake, monkeypatch):
+    """Answers come whole, and in a stream that begins before its prompt is read."""
     assert [c["text"] for c in ask(fake, n=2).json()["choices"]] == ["abcd"] * 2
-    *parts, done, _ = ask(fake, stream=True).text.split("\n\n")
-    parts = [json.loads(part.removeprefix("data: ")) for part in parts]
-    assert "".join(part["choices"][0]["text"] for part in parts) == "abcd"
-    assert done == "data: [DONE]"
-    wait_for(lambda: len(fake.engine.ended) == 3)
+    monkeypatch.setattr(http, "KEEPALIVE_S", 0.1)
+    for fake.engine.pause_s in (0.2, 0):
+        *parts, done, _ = ask(fake, stream=True).text.split("\n\n")
+        assert (": keepalive" in parts) == bool(fake.engine.pause_s) and done == "data: [DONE]"
+        parts = [json.loads(part[6:]) for part in parts if part.startswith("data: ")]
+        assert "".join(part["choices"][0]["text"] for part in parts) == "abcd"
+    wait_for(lambda: len(fake.engine.ended) == 4)
     assert fake.get("/models").json()["data"] == [fake.get("/models/tiny-moe").json()]
     assert fake.get("../health").json() == {"status": "ok"}
     assert fake.get("../models").json() == fake.get("/models").json()
@@ -424,14 +426,11 @@ def test_ctrl_c(options, times, tmp_path):
     with ExitStack() as stack:
         ends = [signal.SIGINT] * times
         with process(tmp_path, *options, "--chat-template", SLOW, ends=ends) as server:
-            for sent in (slow, text, *[text[:-1]] * 14, text[:40], b""):
+            for sent in (b"", text[:40], *[text[:-1]] * 14, slow, text):
                 connection = stack.enter_context(connected(server.url))
                 connection.sendall(sent)
                 answers.append(connection.makefile("rb"))
-            while b"data" not in answers[1].readline():
-                pass
-        told = [False] * len(answers)
-        for i, answer in enumerate(answers):
-            with suppress(ConnectionResetError):  # the last ones may still wait to be accepted
-                told[i] = b"the server was stopped" in answer.read()
-    assert told == [True] * 16 + [False] * 2
+            while b"data" not in answers[-1].readline():
+                pass  # all clients before the last one are accepted then
+        told = [b"the server was stopped" in answer.read() for answer in answers]
+    assert told == [False] * 2 + [True] * 16

@@ -24,8 +24,8 @@ class _Kept(list):
 class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
-    While less than ``free_nbytes`` of memory are free, prompts are forgotten. With ranks the number
-    is 0, since all ranks must keep the same prompts. ``files`` (``PromptFiles``) has what an
+    While less than ``free_nbytes`` of memory are free, prompts are forgotten. With ranks ``size``
+    is 0: all ranks would have to keep the same prompts. ``files`` (``PromptFiles``) has what an
     earlier server kept, and ``close`` saves what this server keeps. One thread calls the methods.
     """
 
