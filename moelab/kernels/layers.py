@@ -26,7 +26,7 @@ from .code import to_mlx
 from .modules import FastMLP, Kept, is_itself
 from .quantized import Rows
 
-# Recurrent states of so many bytes are written in place; of a smaller one a copy is faster.
+# A recurrent state of so many bytes is written in place; a smaller one is copied, which is faster.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # a pass of more tokens is not recorded
 STATE = itemgetter("_kept", "_training")  # of a module's attributes

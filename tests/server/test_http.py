@@ -231,7 +231,7 @@ def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("slow_s, pause_s", [(1, 0), (0, 30), (0, 0.01)])
 def test_a_client_that_hangs_up(fake, caplog, monkeypatch, slow_s, pause_s, stream):
-    """It hangs up while its request is checked, its prompt is read or its answer comes."""
+    """A client hangs up while its request is checked, its prompt is read or its answer comes."""
     caplog.set_level("INFO")
     monkeypatch.setattr(Slow, "slow_s", slow_s)
     fake.engine.events, fake.engine.pause_s = [Part("x")] * 100_000, pause_s
