@@ -2,7 +2,7 @@
 
 Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt raised
 in a destructor is lost. Raised in the standard library's ``Condition`` it leaves a lock taken, for
-which other threads wait for ever. So no KeyboardInterrupt is raised in either. A command handles
+which other threads wait for ever. So moelab raises none in these places. A command handles
 Ctrl-C by ``end``. A load, or a call of a streamed model, holds Ctrl-C back (``held``).
 """
 
@@ -61,14 +61,14 @@ def end(*_) -> None:
 
 
 def _kill_children():
-    """Kill the processes that this one began; a command that begins any has imported psutil."""
+    """Kill the children of this process. A command that starts children has imported psutil."""
     for child in sys.modules["psutil"].Process().children(recursive=True):
         child.kill()
 
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo`` if Ctrl-C ends the block, and print its result; ``after``: call it always."""
+    """Call ``undo`` if Ctrl-C ends the block, and print its result; ``after``: call it anyway."""
     _undo.append(undo)
     try:
         yield

@@ -109,8 +109,8 @@ class Mac(System):
     # macOS 27 has more counts, after the old counts. It refuses some requests for the old counts
     # alone (MIG_ARRAY_TOO_LARGE), such as psutil 7.2's, and then says how many words it has.
     TOO_LARGE, MOST_WORDS = -307, 1024
-    _words = 38  # of 4 bytes, in revision 1
-    _last = np.zeros(MOST_WORDS, np.uint32), 0  # counts of pages, and MLX's bytes with them
+    _words = 38  # words of 4 bytes to ask for, at first as in revision 1
+    _last = np.zeros(MOST_WORDS, np.uint32), 0  # the last counts of pages, and MLX's bytes then
 
     @cached_property
     def libc(self) -> ctypes.CDLL:

@@ -84,7 +84,7 @@ def auto_dtype() -> mx.Dtype | None:
 
 
 def _find_top_k(config, model):
-    """Find K in config.json or else in the built model; return the dictionary to set, key and K."""
+    """Find K in config.json, else in the built model; return the dictionary to set, key and K."""
     text = config.get("text_config") or {}
     places = [(text, text), (config, config)]
     inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))
@@ -114,7 +114,7 @@ def _most_chosen(checkpoint, model):
 
 
 def _checked_top_k(checkpoint, config, model, found, always):
-    """Return K as the model chooses it, after a check that it fits the experts and the slots."""
+    """Check that K fits the experts and the slots; return K as the model chooses it."""
     file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in expert_modules(model))
     K = config.top_k if config.top_k is not None else found[2] if found else 1
     if not 1 <= K <= E:

@@ -1,4 +1,4 @@
-"""``StreamConfig`` says how to stream, and is checked when it is made."""
+"""``StreamConfig`` says how to stream a model's experts. Making one checks its fields."""
 
 import os
 from collections.abc import Collection
@@ -11,8 +11,8 @@ from .. import kernels
 from ..checkpoint import MAX_DIMENSION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
-SLOT_MODES = ("stacked", "fused")  # those with S slots in every layer
-FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # for fields that plan slots
+SLOT_MODES = ("stacked", "fused")  # the modes that keep S slots in every layer
+FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # for fields without effect if slots are given
 # Upper bounds: more bytes than any machine has, more threads than any disk needs.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # SwiftLM's environment variables, each with the field that ``StreamConfig.from_env`` sets by it.
@@ -27,19 +27,19 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Option:
-    """What a field of ``StreamConfig`` is for and takes; the class and the commands show this."""
+    """A field's help and the values that it takes, as the class and the commands show them."""
 
     default: Any
-    help: str  # in a line; ``{default}`` stands for the default
+    help: str  # one line; ``{default}`` stands for the default
     more: str = ""  # what else a user of the class must know; the commands do not show it
-    command: bool = True  # whether the commands have an option of its name
-    metavar: str | None = None  # the name of the value in the help, N for a number; None: choices
+    command: bool = True  # whether the commands have an option with the field's name
+    metavar: str | None = None  # the value's name in a command's help; None: the choices
     choices: Collection[str] = ()  # the names that the field takes
     only_in_python: Collection[str] = ()  # the choices that the commands do not take
-    # The least and the most of a whole number. Without bounds and choices: True or False.
+    # The least and the greatest number. A field without bounds and choices takes True or False.
     bounds: tuple[int, int] | None = None
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    needs: str = ""  # what the other modes lack; they refuse the field, or ignore it if this is ""
+    needs: str = ""  # what other modes lack, which then refuse the field; "": they ignore it
     for_auto: bool = False  # whether the field has an effect only with ``slots="auto"``
 
     def check(self, name: str, value: Any) -> None:
@@ -70,7 +70,7 @@ class StreamConfig:
     mode: str = _option(
         "fused",
         "where experts are and how a layer computes them (default: {default})",
-        command=False,  # ``--mode``, or ``--modes`` for several
+        command=False,  # the commands have ``--mode``, or ``--modes`` for several
         choices=MODES,
     )
     slots: int | str = _option(
@@ -82,7 +82,7 @@ class StreamConfig:
     )
     memory_nbytes: int | None = _option(
         None,
-        "for slots auto: bytes to take, 2GB in a command (default: all free)",
+        "for slots auto: bytes to take, such as 2GB in a command (default: all free)",
         metavar="BYTES",
         bounds=(1, MOST_NBYTES),
         **FOR_AUTO,
@@ -97,7 +97,7 @@ class StreamConfig:
     )
     top_k: int | None = _option(
         None,
-        "experts per token; fewer than the checkpoint's are lossy",
+        "experts per token; fewer than the checkpoint's change the text",
         bounds=(1, MAX_DIMENSION - 1),
     )
     readers: int = _option(
@@ -118,18 +118,18 @@ class StreamConfig:
     )
     source: str = _option(
         "disk",
-        "of misses; host: a CUDA GPU's host keeps all experts (default: {default})",
+        "where missing experts come from; host: a CUDA GPU's host keeps all (default: {default})",
         "host keeps every expert in pinned memory, filled at load; it needs cuda-bindings and "
-        "has no prefetch. If nothing is recorded, the GPU fills its slots by itself in a call of "
-        "at most S (token, expert) pairs.",
+        "has no prefetch. While no routing is recorded, the GPU fills its slots by itself in a "
+        "call of at most S (token, expert) pairs.",
         choices=("disk", "host"),
         modes=SLOT_MODES,
         needs="slots that the GPU fills",
     )
     prefetch: str = _option(
         "auto",
-        "read early: router (a layer's own, asked early), lookahead (the next one), none or auto "
-        "(default: {default})",
+        "whom to ask for experts to read early: router (the layer's own), lookahead (the next "
+        "layer's router), none or auto (default: {default})",
         "router asks a layer's router before its attention or recurrence, in a short call of one "
         "text, where the fast kernels compute the whole layer; lookahead gives this layer's hidden "
         "state to the next layer's router; oracle takes a recorded trace. auto: short calls "
@@ -143,13 +143,13 @@ class StreamConfig:
     )
     dtype: str = _option(
         "auto",
-        "of activations (default: {default})",
+        "the type of the activations (default: {default})",
         "auto: float32 on the CPU backend, the checkpoint's own on a GPU.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     kernels: str = _option(
         "auto",
-        "what computes on a CPU: MLX's, or fast (default: {default})",
+        "kernels that compute on a CPU: MLX's, or fast (default: {default})",
         "fast (needs llvmlite) computes matrices, attention and recurrences. It is many times as "
         "fast, rounds differently and has no gradients: in mode resident, model.train() gives "
         "gradients. auto: fast where it can be used and activations are float32.",
@@ -157,7 +157,7 @@ class StreamConfig:
     )
     library: str = _option(
         "auto",
-        "whose model classes: mlx-lm's, or mlx-vlm's (default: {default})",
+        "the library whose model classes are used (default: {default})",
         "mlx-vlm (moelab[vlm]) has families that mlx-lm does not; only their text model is built. "
         "auto: mlx-lm's, or mlx-vlm's where only mlx-vlm has the model type or tensor names.",
         choices=("auto", "mlx-lm", "mlx-vlm"),
@@ -230,7 +230,7 @@ class StreamConfig:
 
     @classmethod
     def from_env(cls, **fields) -> "StreamConfig":
-        """Read the environment variables that SwiftLM's users know.
+        """Make a configuration from the environment variables that SwiftLM's users know.
 
         ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither: ``buffers``),
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.

@@ -10,7 +10,7 @@ from .reading.reader import Reader
 
 @dataclass
 class Counters:
-    """What one phase has cost since load or reset."""
+    """What the calls of one phase have cost since load or reset."""
 
     tokens: int = 0  # tokens that went in
     calls: int = 0  # calls of MoE layers
@@ -22,9 +22,9 @@ class Counters:
     wait_s: float = 0.0  # seconds in which the model waited for reads
     # Of prefetches that began in this phase; the call that needs the expert may be in the other
     # phase:
-    prefetch_issued: int = 0  # experts to prefetch; those not begun in time are cancelled
-    prefetch_used: int = 0  # prefetched experts that their call needed; also hits
-    prefetch_late: int = 0  # used ones whose read had not ended when their call began
+    prefetch_issued: int = 0  # guessed experts; if a read did not begin in time, it was cancelled
+    prefetch_used: int = 0  # prefetched experts that their call needed; they also count as hits
+    prefetch_late: int = 0  # used experts whose read had not ended when their call began
     prefetch_wasted: int = 0  # prefetched experts that their call did not need
     prefetch_saved_s: float = 0.0  # seconds of the used experts' reads, less the wait for them
 
@@ -52,7 +52,7 @@ class Stats:
 
 
 class Counting:
-    """Counts into the counters of the phase that runs: a prompt, or decoding."""
+    """Adds to the counters of the phase that runs, a prompt or decoding."""
 
     def __init__(self, kernels: dict[str, int]):
         self.stats = Stats(kernels=kernels)

@@ -180,7 +180,7 @@ class Mailbox:
     ) -> mx.array:
         """An array like ``indices`` that a kernel fills with at most ``MAILBOX_SIZE`` host numbers.
 
-        It runs after ``indices`` and ``after``; it makes each copy as soon as the bytes are there.
+        The kernel runs after ``indices`` and ``after``, and makes each copy once its bytes arrived.
         """
         self.wait()
         words, chunk = [], 0

@@ -32,7 +32,7 @@ class DiskEmbedding(nn.Module):
 
     @property
     def hot_nbytes(self) -> int:
-        """The most bytes of rows in memory."""
+        """The most bytes that the rows in memory take."""
         table = self._table
         return min(HOT_NBYTES, int(table.starts[-1]) * (table.row_nbytes + ROW_NBYTES))
 

@@ -1,4 +1,4 @@
-"""``ModelFacts``: what a model is made of, asked once before a weight is read."""
+"""``ModelFacts``: what a model is made of, found once before a weight is read."""
 
 import re
 from collections import Counter
@@ -24,8 +24,9 @@ from .residency.bank import slot_nbytes
 FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# How many arrays of the hidden size a layer keeps for a token, without its experts: with MLX's
-# kernels, and with the fast kernels. These also copy the results of the layer's other matrices.
+# Arrays of the hidden size that a layer, without its experts, keeps for a token: ``BLOCK_VALUES``
+# with MLX's kernels, ``STREAM_VALUES`` with the fast kernels, which also keep the results of the
+# layer's other matrices, ``BLOCK_COPIES`` times.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
@@ -50,7 +51,7 @@ class ModelFacts:
     num_blocks: int = 0  # all layers, those without experts as well
     dtype: mx.Dtype = mx.float32  # of the activations
     table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
-    backbone_nbytes: int = 0  # all but the experts; of a table on disk the rows in memory
+    backbone_nbytes: int = 0  # all but the experts; a table on disk: its rows in memory
     resident_nbytes: int = 0  # the experts' parameters that are in memory for all E beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
     states_nbytes: int = 0  # the recurrent states of a text
@@ -126,7 +127,7 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find facts from shapes, types and a call with two tokens that is not evaluated."""
+    """Find facts from shapes, types and two calls with a token, which are not evaluated."""
     caches = []
 
     def call(tokens, cache):  # with a damaged config.json, making the caches may fail too

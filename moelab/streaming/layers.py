@@ -21,7 +21,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows for which S slots take the kernel of ``size`` rows and E experts."""
+    """The fewest and most rows of S slots that take MLX's kernel for ``size`` rows of E experts."""
     # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
     # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
@@ -115,7 +115,7 @@ class StreamedExperts(nn.Module):
         return self.session.ranks.join(y, self._owners[routed], routed, row, self.path)
 
     def _compute_nothing(self, asked):
-        """Do what remains to do in a call that needs no expert of this rank."""
+        """Finish a call that needs no expert of this rank."""
 
     def _without_waiting(self, x, indices):
         """Compute a call if the host need not know its routing, else return None."""
@@ -142,7 +142,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         self.session.residency.read(self.index, experts)
 
     def all_matrices(self):
-        """The matrices of all slots; None if blocks must call the layer."""
+        """The matrices of all slots, for a block's kernels; None: the block must call the layer."""
         if self.session.ranks or not self.slots.computes_at_once or self.probe is not None:
             return None
         return self.slots.bank.experts.all_matrices()
@@ -244,7 +244,7 @@ class Fused(Stacked):
 
 
 class Parts(Pairs):
-    """Pairs that MLX computes in parts, to ``computed [n, 1, D]``; ``size``: all ranks' pairs."""
+    """Pairs that MLX computes in parts, into ``computed``; ``size``: the pairs of all ranks."""
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)

@@ -50,7 +50,7 @@ from .session import Session, recurrent_states, session_of, stats
 
 
 class LoadedModel:
-    """Mixin of a loaded model's class: it counts calls and runs one thread's call at a time.
+    """Mixed into a loaded model's class: counts calls, and runs one thread's call at a time.
 
     Hold ``lock`` to keep other threads out for longer than a call.
     """
@@ -70,7 +70,7 @@ class LoadedModel:
             if cache is not None and len(cache) != self._num_caches:
                 raise ValueError(
                     f"cache: expected {self._num_caches} entries, as make_prompt_cache(model) "
-                    f"gives, got {len(cache)}: it is another model's."
+                    f"gives, got {len(cache)}: the cache is another model's."
                 )
             alone = cache is not None and not args and kwargs.keys() == {"cache"}
             last = False
@@ -86,7 +86,7 @@ class LoadedModel:
                 if not last:
                     mx.eval([c.state for c in cache])
                     return_free_memory()  # else the heap would grow a little with each part
-            # Another thread may compute the next token, and it cannot schedule these lazy states.
+            # Another thread, which may compute the next token, cannot begin to compute lazy states.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the matrices of the logits that have fast kernels, which compute at once."""
+        """Return the modules whose fast kernels compute logits, at once and never lazily."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # Matrices of layers, which may have as many rows, have a number in their path.
@@ -112,7 +112,7 @@ class LoadedModel:
 
 
 def _refused(done):
-    """Return a method that raises, as a streamed model cannot be ``done`` (for example saved)."""
+    """Return a method that raises: a streamed model cannot be ``done``, for example "saved"."""
 
     def refuse(self, *args, **kwargs):
         raise ValueError(
@@ -240,7 +240,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, download: boo
     except HFValidationError:
         wrong = f", seen from {Path.cwd()}: check the path."
     except RepositoryNotFoundError:
-        wrong = ", and the Hub shows you none: check the name; `hf auth login` for a closed one."
+        wrong = ", and the Hub shows none: check the name; for a closed one run `hf auth login`."
     except LocalEntryNotFoundError:
         wrong = ", none downloaded, and the Hub is out of reach: check the name, or go online."
         if not download:
@@ -293,7 +293,7 @@ def load_model(
     model_config: dict | None = None,
     group: mx.distributed.Group | None = None,
 ) -> tuple[nn.Module, dict]:
-    """Load a folder's model as ``load`` does; return it and its configuration, no tokenizer."""
+    """Load a model as ``load`` does, but without a tokenizer; return model and configuration."""
     with Ranks.loading(group) as ranks, held():
         return _load_model(path, config, model_config, False, ranks)
 
@@ -314,7 +314,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
         if ranks:  # ranks may differ in slots, but must divide a prompt alike
             chosen = replace(chosen, prompt_tokens=min(ranks.gather(chosen.prompt_tokens)))
         config, facts = chosen.config, chosen.facts
-    # Experts' modules get the kernels, too: a slot bank computes with a copy of its module.
+    # Experts' modules get the kernels, too: a slot bank computes with a copy of such a module.
     fast = config.kernels == "fast"
     found = kernels.use(model, half_scales=facts.dtype == mx.float32) if fast else {}
     modules = dict(model.named_modules())
@@ -349,7 +349,7 @@ def _stream(model, experts, session):
     layer = LAYERS[config.mode]
     streamed = [(path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)]
     model.update_modules(tree_unflatten(streamed))
-    # Weak references, as layers refer to the session: a cycle would delay a deleted model's end.
+    # Weak, since layers refer to the session: a cycle would keep a deleted model for a while.
     session.layers = [weakref.proxy(module) for _, module in streamed]
     if can_empty():  # on a GPU, MLX allocates the slots and the host must not touch them
         _populate(session.residency.layers)
@@ -367,7 +367,7 @@ def _stream(model, experts, session):
 
 
 def _populate(layers):
-    """Take the slots' memory from the system, in huge pages while it comes fast (``HUGE_S``)."""
+    """Take the slots' memory from the system, in huge pages while these come fast (``HUGE_S``)."""
     begin = perf_counter()
 
     def take(layer, nbytes):
@@ -395,7 +395,7 @@ def _load_adapters(model, path):
     what = f"{path}: expected adapters of this model, mlx-lm cannot load them:"
     with readable(what, "Train them again with mlx_lm.lora, or leave them out."):
         if given and not isinstance(given.get("scale", 1), (int, float)):
-            raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm would fail in a call only
+            raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm would fail later, in a call
         mlx_lm_utils.load_adapters(model, path)
         _evaluate(model.eval())
 
@@ -415,7 +415,7 @@ def _read_experts(modules, facts, checkpoint, config):
         raise CheckpointError(
             f"{checkpoint.path}: {facts.scattered[0]}: the bytes of an expert are not contiguous "
             f"in the files ({checkpoint.config.get('model_type')} in a layout that mlx-lm "
-            "rearranges on load), so they cannot be read in place. Convert it first: "
+            "rearranges on load), so they cannot be read in place. Convert the model first: "
             f"mlx_lm.convert --hf-path {checkpoint.path} --mlx-path NEW_FOLDER"
         )
     resident = {}
@@ -440,7 +440,7 @@ def _read_experts(modules, facts, checkpoint, config):
 
 @contextmanager
 def _lazy(heads):
-    """Let MLX compute these matrices inside the block: lazily, only if the result is used."""
+    """Inside the block MLX computes these matrices' results lazily: only if they are used."""
 
     def takes(x):
         mx.eval(x)  # else the lazy logits would keep all arrays before them in memory

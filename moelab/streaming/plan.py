@@ -31,8 +31,8 @@ from .facts import FEW_TOKENS, PROMPT_TOKENS, ModelFacts, grown_nbytes
 from .ranks import Ranks
 from .residency.bank import can_empty
 
-# Measured with the four layers of notebook 03: bytes that a process takes beside its arrays once it
-# has loaded a model and computed a prompt (88 MB, or 111 MB where it compiled the kernels).
+# Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt:
+# 88 MB, or 111 MB where it compiled the kernels (measured with the four layers of notebook 03).
 PROCESS_NBYTES = 110_000_000
 # On CUDA a plan is for the GPU's memory, of which MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
@@ -40,8 +40,8 @@ GPU_NBYTES = 160_000_000
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # Where slots lend a prompt their memory, a chunk may take 7/8 of the memory left for slots.
-# Elsewhere each chunk reads nearly all experts. So it may take a sixteenth of all memory, or what
-# 256 tokens need if that is more, but at most half of the memory left for slots.
+# Elsewhere each chunk reads nearly all experts. So a chunk may take a sixteenth of all memory,
+# or what 256 tokens need if that is more, but at most half of the memory left for slots.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
@@ -78,7 +78,7 @@ class Plan:
     """How many slots ``StreamConfig(slots="auto")`` takes, and why: ``str(plan)``."""
 
     facts: ModelFacts = field(repr=False)
-    config: StreamConfig  # the given one, with these slots
+    config: StreamConfig  # the given configuration, with these slots
     other_nbytes: int  # all that the process takes beside the slots while it decodes
     reserved_nbytes: int = 0  # for a draft, or the caches of more texts
     # Slots in use while a prompt is computed; the other slots lend the prompt their memory.
@@ -93,7 +93,7 @@ class Plan:
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this is true on a CPU
     # with more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be
-    # small. A small one holds much the same experts as the slots, and a copy takes a core's time.
+    # small: it would hold much the same experts as the slots, and its copies take a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -180,7 +180,7 @@ def plan_of(
     draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> Plan:
-    """Do ``plan`` for known facts and this rank's experts; ``most``: another machine's memory."""
+    """Plan for known facts and this rank's experts; ``most``: the memory of another machine."""
     # Experts of a layer that this rank holds.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
@@ -291,7 +291,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes to fill: ``most.some``, or more if then all experts, or K a layer, fit."""
+    """Return the bytes to fill: ``most.some``, or more if only then all experts, or K, fit."""
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable

@@ -1,7 +1,7 @@
 """Prefetching: a prefetcher guesses which experts this layer or the next one will need.
 
-Past the page cache, guessed experts are read at once. Through it, threads read them; an expert that
-a layer waits for comes first.
+Where reads go past the page cache, guessed experts are read at once. Elsewhere threads read them,
+after the experts that a layer waits for.
 """
 
 from contextlib import suppress
@@ -23,10 +23,10 @@ from .trial import Trial
 
 # ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
 # first expert outside the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
-# experts in no slot are needed, and these are 61% of all misses. Without this limit: 71% and 76%.
+# experts that no slot holds are needed, which are 61% of all misses. Without this limit: 71%, 76%.
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
-# take the cores' time, a wrong guess cost about twice what a right one gained (one run, n=4).
+# take the cores' time, a wrong guess cost about twice what a right guess gained (one run, n=4).
 WORTH = 0.66
 
 
@@ -127,7 +127,7 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return which ``likely`` experts ``[n, asks_early]`` to read, and which slots keep."""
+        """Return which ``likely`` experts ``[n, asks_early]`` to read, and which to keep."""
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
@@ -145,7 +145,7 @@ PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle, "router": Router}
 
 
 def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
-    """The prefetcher that may pay here: ``Router``, or ``Lookahead`` on a Mac's GPU."""
+    """The prefetcher that may save time here: ``Router``, or ``Lookahead`` on a Mac's GPU."""
     layers, slots = session.layers, session.residency.layers  # no slots: nothing to read into
     if on_cuda() or session.ranks or session.config.source == "host":
         return None

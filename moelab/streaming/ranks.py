@@ -60,8 +60,8 @@ def joined() -> mx.distributed.Group | None:
     with open(os.devnull, "w") as nowhere:  # a traceback at the end would add nothing
         if rank is not None:
             _say(
-                f"rank {rank} waits for {others} to join. If not all do within {LOADING_S} s it "
-                "ends: look at their messages and at the hostfile then"
+                f"rank {rank} waits for {others} to join. If not all join within {LOADING_S} s, "
+                "this rank ends: look then at the others' messages and at the hostfile"
             )
             faulthandler.dump_traceback_later(LOADING_S, exit=True, file=nowhere)
         try:
@@ -103,7 +103,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """Yield the ranks (None: one process). All leave together; one rank's error ends all."""
+        """Yield the ranks (None: one process). All leave the block together; an error ends all."""
         if group is None or group.size() == 1:
             yield None
             return
@@ -167,7 +167,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """Let this rank wait in the block; end it ``patience_s`` after the last ``answered``."""
+        """Let this rank wait; its process ends ``patience_s`` s after the last ``answered``."""
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:
@@ -237,7 +237,7 @@ class Ranks:
         self._told = True
         return RankError(
             f"rank {self.rank} of {self.size}: another rank has ended ({why}): its own message "
-            "says why. Start all of them again."
+            "says why. Start all ranks again."
         )
 
     def _look(self):
@@ -250,7 +250,7 @@ class Ranks:
             self._said = True
             _say(f"{me} waits for the others to load")
         if waits_s > patience_s:
-            _say(f"{me}: no answer from the other ranks for {patience_s:.0f} s: this one ends, too")
+            _say(f"{me}: no answer from the other ranks for {patience_s:.0f} s, so this rank ends")
             os._exit(1)  # MLX waits in native code, which no exception reaches
 
     def compare_loading(

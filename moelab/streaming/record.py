@@ -41,7 +41,7 @@ class _Recorder:
 def replacing_indices(
     modules: list[nn.Module], replace: Callable, innermost: bool = False
 ) -> Iterator[None]:
-    """Call module i with ``replace(i, indices)`` in the block, unless a prefetcher calls it."""
+    """In the block module i gets ``replace(i, indices)``, except when a prefetcher calls it."""
 
     def call(i, module, original, x, indices):
         if getattr(module, "probe", None) is None:
@@ -60,8 +60,8 @@ def record(
 ) -> Iterator[Trace]:
     """Record the routing of the calls of ``model``, from ``load``, inside the block.
 
-    The trace is empty until the block ends, also by an exception. Calls that failed are left out.
-    ``name`` (default: the model's type), ``seed`` and ``prompt`` are kept with it.
+    The trace is filled when the block ends, also by an exception. Calls that failed are left out.
+    The trace keeps ``name`` (default: the model's type), ``seed`` and ``prompt``.
 
     Raises:
         ValueError: If the model is not from ``moelab.load``, is being recorded already, or is

@@ -98,7 +98,7 @@ class Session:
                 self._unfinished = True
                 with self.ranks.waiting() if self.ranks else nullcontext():
                     yield
-                    # Another thread can wait for this one's arrays, but it cannot schedule them.
+                    # Another thread can wait for these arrays, but it cannot begin to compute them.
                     mx.async_eval(self.handover.pending)
                     self.residency.settle()
                     if self.ranks:

@@ -1,11 +1,11 @@
-"""Decides by measured times whether to prefetch, without numpy: a token may take only 4 ms."""
+"""Decides by measured times whether to prefetch; without numpy, as a token may take only 4 ms."""
 
 from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# In any ``WINDOW`` calls in a row, trying the slower kind may cost the time of ``COST`` calls, as
-# the trial estimates it (truly 0.3 to 1.1 calls, means of eight simulated regimes).
+# In any ``WINDOW`` calls in a row, trying the slower kind may take ``COST`` calls' time, as a
+# trial estimates. (In eight simulated regimes it took 0.3 to 1.1 calls' time on average.)
 WINDOW, COST = 128, 0.8
 SETTLE = 2  # calls that are not compared: kernels record programs in them, or they follow a prompt
 # The most pairs of calls that are compared, and the fewest that decide, as one may be disturbed.
@@ -38,7 +38,7 @@ class Trial:
         self._again, self._decided, self._was = AGAIN[0], False, None
         self._first = self._last = None  # the pair's first call, and the last call
         self._slopes = self._squares = 0.0  # sums for the time that a missing expert costs
-        self._missing = self._then = self._slots = None  # mean now; mean, slots at the start
+        self._missing = self._then = self._slots = None  # mean now; mean and slots at the start
 
     def took(self, seconds: float, missing: int, slots: int = 0) -> None:
         """Note a call's seconds, and how many of its experts were ``missing`` from the slots."""
@@ -63,7 +63,7 @@ class Trial:
         self.on = self.best
 
     def part(self) -> None:
-        """Do not compare the next call with the last one: a prompt came between."""
+        """Do not compare the next call with the last call: a prompt came between."""
         self._first = self._last = None
         self._next = max(self._next, self._calls + SETTLE)
         self.on = self.best
@@ -121,5 +121,5 @@ class Trial:
 
 
 def _difference(a, b):
-    """Return log(a call's time / another's), and how many more experts the first call missed."""
+    """Return log(time of call a / time of call b), and how many more experts call a missed."""
     return min(max(a[0] - b[0], -MOST_LOG), MOST_LOG), a[1] - b[1]

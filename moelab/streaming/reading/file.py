@@ -19,14 +19,14 @@ class ReadError(OSError):
 
 
 class File:
-    """An open file, with its size and times when it was opened. The last reference closes it."""
+    """An open file, with its size and times at opening; closed when nothing refers to it."""
 
     def __init__(self, path: Path):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
         self._close_direct = lambda: None
         self._close = weakref.finalize(self, os.close, self.fd)
-        # Experts are read whole and in no order, so the bytes behind one are not needed next.
+        # Each expert is read whole, in no order, so the bytes behind it are not needed next.
         # Without readahead Linux also requests all of a long read from the disk at once.
         HERE.only_what_is_asked(self.fd)
         self.stamp = self.stat()
@@ -95,6 +95,6 @@ def check_unchanged(files: Iterable[File]) -> None:
         if file.changed():
             raise ReadError(
                 f"{file.path}: changed while it was streamed: expected size, mtime and ctime "
-                f"{file.stamp}, got {file.stat()}; where only ctime differs, other bytes. Load the "
-                "model again."
+                f"{file.stamp}, got {file.stat()} (if only ctime differs, sampled bytes do, too). "
+                "Load the model again."
             )

@@ -1,6 +1,6 @@
-"""Reads past the page cache that need no thread (Linux's ``io_submit``; ``io_uring`` gained none).
+"""Reads past the page cache that need no thread (Linux's ``io_submit``; ``io_uring`` is no faster).
 
-Bytes land in their slots. Those that cannot stay where their blocks land (``Record``) are moved
+Bytes land in their slots. Bytes that cannot stay where their blocks landed (``Record``) are moved
 when somebody asks whether they have arrived.
 """
 
@@ -47,7 +47,7 @@ class Queue:
         self._events = np.zeros((DEPTH, 4), np.int64)
         self._process, self._lock = os.getpid(), threading.Lock()
         self._flying = []  # keeps for each flight what its reads need until they have ended
-        self.counted_s = 0.0  # the time of reads has been counted up to here
+        self.counted_s = 0.0  # up to this time the seconds of reads have been counted
         _queues.add(self)
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
@@ -110,7 +110,7 @@ class Flight:
 
     queue: Queue
     ranges: Ranges
-    table: np.ndarray  # rows of the one that ``Queue.begin`` was given
+    table: np.ndarray  # rows of the table that ``Queue.begin`` was given
     # Gets the reads' number, bytes and seconds once they ended; 0 seconds if nobody waited.
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)
@@ -125,7 +125,7 @@ class Flight:
         return not pending(self.table)
 
     def result(self) -> float:
-        """Wait, read again what did not come whole; return the most seconds it can have taken."""
+        """Wait, and read again what did not come whole; return an upper bound of the seconds."""
         begin, waited = time.perf_counter(), False
         while pending(self.table):
             self.queue.reap(wait=time.perf_counter() - begin > SPIN_S)
@@ -170,7 +170,7 @@ class _Send(_Rows):
 
 
 class _Land(_Rows):
-    """Takes events and moves their bytes to their place in one call, as ``_Send``."""
+    """Takes the events of ended reads and moves the bytes to their place, also in one call."""
 
     signature = "io_getevents context least memory most"
 

@@ -36,7 +36,7 @@ AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 
 
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
-    """Read a table's ranges, also those after a failed one; return whether all bytes came.
+    """Read a table's ranges, also those after a failed range; return whether all bytes came.
 
     Without ``flags`` the uint32 at address ``arrived`` is set to 1 if all came.
     """
@@ -62,7 +62,7 @@ def read_direct(table: np.ndarray) -> None:
 
 @cache
 def alignment(path: str) -> int:
-    """The alignment in bytes of reads past the page cache; 0: none here; unknown: ``ALIGNED``."""
+    """The alignment in bytes of reads past the page cache (unknown: ``ALIGNED``); 0: none here."""
     statx, found = getattr(ctypes.CDLL(None), "statx", None), bytearray(STATX_NBYTES)
     if statx is None or statx(
         AT_FDCWD,

@@ -29,7 +29,7 @@ class Ranges:
 
     @classmethod
     def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
-        """Make a table of reads: file, first byte there, and writable bytes to fill in turn."""
+        """Make a table of reads: a file, the first byte to read, and memory to fill in turn."""
         iovecs = [(native.address_of(view), len(view)) for *_, views in reads for view in views]
         iovecs = np.array(iovecs, np.int64)
         table, at = np.zeros((len(reads), len(COLUMNS)), np.int64), native.address_of(iovecs)
@@ -56,7 +56,7 @@ class Ranges:
         return int(self.table[:, NBYTES].sum())
 
     def moved(self, address: int) -> "Ranges":
-        """The same reads into memory from ``address`` on, in a row; long ranges are divided."""
+        """The same reads, end to end into memory from ``address`` on; long ranges are divided."""
         counts = -(-self.table[:, NBYTES] // PIECE_NBYTES)
         rows = np.arange(len(self)).repeat(counts)
         before = (np.arange(len(rows)) - (counts.cumsum() - counts)[rows]) * PIECE_NBYTES
@@ -101,7 +101,7 @@ class Ranges:
 
 
 def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
-    """Read ranges by native code, then read here what is missing, and raise if that fails.
+    """Read ranges by native code, then by ``preadv`` what is missing; raise if that fails.
 
     ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
     """
@@ -120,8 +120,8 @@ def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False
         except OSError as e:
             raise ReadError(
                 e.errno,
-                f"{name}: {e.strerror}. Try again with a new prompt cache; ranks start again. If "
-                "it fails again, check the disk.",
+                f"{name}: {e.strerror}. Try again with a new prompt cache; with ranks, start all "
+                "ranks again. If the read fails again, check the disk.",
             ) from e
         if got != nbytes:
             raise ReadError(

@@ -41,7 +41,7 @@ class Threads:
         return all(future.done() for future in self.futures)
 
     def result(self) -> float:
-        """Wait for all reads; raise if one failed. Returns the most seconds they can have taken."""
+        """Wait for all reads, and raise if one failed; return an upper bound of their seconds."""
         wait(self.futures)
         for future in self.futures:
             future.result()
@@ -56,7 +56,7 @@ class Reader:
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds in reads, summed over the threads; without threads, where somebody waited.
+        # Seconds in reads, summed over the threads. Reads without a thread count if somebody waits.
         self.read_s = 0.0
         self.closed = False
         self._files = {}
@@ -74,7 +74,7 @@ class Reader:
         return self._files[path]
 
     def start(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
-        """Begin to read; return what to ``finish`` for each ``step`` ranges (None: for all)."""
+        """Begin to read; return a group to ``finish`` for each ``step`` ranges (None: for all)."""
         self.check_open()
         if flights := self.fly(ranges, step):
             return flights
@@ -129,7 +129,7 @@ class Reader:
             self.read_here(ranges)
 
     def _is_small(self, ranges):
-        """Whether the calling thread reads by itself."""
+        """Whether the calling thread reads these ranges by itself."""
         return self.readers == 1 or ranges.nbytes <= INLINE_NBYTES
 
     def _read_cached(self, ranges):
@@ -159,7 +159,7 @@ class Reader:
         self._pool, self._background = (ThreadPoolExecutor(self.readers, name) for name in names)
 
     def finish(self, reads: list[Flight | Threads]) -> float:
-        """Wait until all reads have ended, raise if one failed; return the most seconds of one."""
+        """Wait for all reads, and raise if one failed; return the seconds of the slowest read."""
         try:
             return max([read.result() for read in reads], default=0.0)
         finally:

@@ -25,10 +25,10 @@ from ..reading.ranges import Ranges
 # A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
-# Seconds for each byte. A layer asks for huge pages while the layers so far came this fast on
-# average: with these 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128 tokens
-# gains some 0.5 to 1 s for each GB of slots. Huge pages took 0.2 to 0.5 s a GB, but 1 to 4 s where
-# Linux had to move other pages for them; small pages took 0.4 to 1.8 s (two cores).
+# Seconds for each byte. A layer asks for huge pages while the slots so far came this fast on
+# average. With huge pages 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128
+# tokens gains some 0.5 to 1 s for each GB of slots. A GB of huge pages took 0.2 to 0.5 s, but 1 to
+# 4 s where Linux had to move other pages; a GB of small pages took 0.4 to 1.8 s (two cores).
 HUGE_S = 1.5e-9
 
 
@@ -80,7 +80,7 @@ class SlotBank:
             self._converted.append((rows[n], as_read[n], t.dtype, to))
         self._buffers = list(buffers.values())
         self._empty = set()
-        self.as_read = not (self._memory or self._converted)  # if so, ``arrived`` does nothing
+        self.as_read = not (self._memory or self._converted)  # then ``arrived`` has nothing to do
         # Parameters that are converted are read into the host's memory, so no GPU copies them.
         self._may_copy = not self._converted
         self.expert_nbytes = sum(b.rows.shape[1] for b in self._buffers)
@@ -99,7 +99,7 @@ class SlotBank:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the slots that have memory: never emptied, or filled again since."""
+        """The bytes of the slots that have memory: all but those emptied and not filled again."""
         return (self.num_slots - len(self._empty)) * self.expert_nbytes
 
     def reads(self, slots: dict[int, int]) -> Ranges:
@@ -204,7 +204,7 @@ class Record:
             places |= zip(names, firsts.tolist())
             rooms.append(at)
             at += -(-(max(before) + sum(nbytes)) // align) * align
-        # Beside a small expert, the rest of its blocks is too much memory.
+        # Whole blocks take too much memory if the expert is small.
         sizes = {n: t.nbytes for n, t in tensors.items()}
         small = at > sum(sizes.values()) * (1 + ROOM_SHARE)
         return None if small else cls(at, align, rooms, places, sizes)

@@ -182,7 +182,7 @@ class HostExperts:
             yield places.nbytes
 
     def takes(self, indices: mx.array) -> bool:
-        """Whether ``slots`` takes a call: no more pairs than slots, and the kernel's policy."""
+        """Whether ``slots`` can take a call: at most S pairs, with a policy that the GPU has."""
         return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:

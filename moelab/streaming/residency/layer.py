@@ -18,8 +18,8 @@ from ..reading.reader import Reader, Threads
 from .bank import SlotBank, can_empty
 from .table import SlotTable
 
-# On a CPU, a call that reads at least this many bytes is computed in parts of about as many, as
-# they arrive. Such a part is worth a wait, and computing one part hides the read of another.
+# On a CPU, a call that reads at least this many bytes is computed in parts of about this size, as
+# they arrive. Such a part is worth a wait, and the next part is read while this part is computed.
 PART_NBYTES = 2 * 1024 * 1024
 # Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
 # computes. Where a GPU copies, a group has 64 MB, and two groups have pinned memory at once.
@@ -32,7 +32,7 @@ class Arriving:
 
     slots: dict[int, int]  # expert to slot
     reads: Flight | Threads
-    counters: Counters | None = None  # of the prefetch that began the reads; None: a call began
+    counters: Counters | None = None  # of the prefetch that began the reads; None: a call did
     # For a prefetch: its experts that the call does not need, and whether the call began before the
     # reads ended.
     others: dict[int, int] = field(default_factory=dict)
@@ -131,11 +131,11 @@ class LayerSlots:
                 counters.misses += misses
 
     def of_rank(self, experts: Iterable[int]) -> list[int]:
-        """The experts among these that are this rank's."""
+        """Those of the ``experts`` that this rank owns."""
         return [*experts] if self.owned is None else [e for e in experts if self.owned[e]]
 
     def missing(self, experts: Iterable[int]) -> list[int]:
-        """The rank's experts among these that are in no slot."""
+        """Those of the ``experts`` that this rank owns and that are in no slot."""
         return [e for e in self.of_rank(experts) if e not in self.table.slot_of]
 
     def choose(self, needed, busy=()):
@@ -213,7 +213,7 @@ class LayerSlots:
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect(self, needed: Collection[int]) -> None:
-        """Take over the reads that were begun before this call, which needs experts ``needed``."""
+        """At the start of a call that needs the experts ``needed``, take over the reads ahead."""
         if not self.ahead:
             return
         groups, self.ahead, needed = self.ahead, [], set(needed)
@@ -228,7 +228,7 @@ class LayerSlots:
                 self.table.release(slots.values())
             elif wait or not group.is_late:
                 self.finish(group)
-            elif group.slots:  # the call awaits them; the table holds them, so none evicts them
+            elif group.slots:  # the call awaits them; the table holds them and evicts none
                 self.table.commit(group.slots)
                 self.awaited.append(group)
             else:

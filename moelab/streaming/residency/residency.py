@@ -146,7 +146,7 @@ class Residency:
             return None
         if layer.host is not None and layer.host.takes(indices):
             return layer.host.slots(indices, self._counting.decoding)
-        # One token has K hits, whatever its routing. Tokens share experts, so the host must know.
+        # One token has K hits. Several may share experts: only the host can count their hits.
         if not layer.holds_all or indices.size > indices.shape[-1]:
             return None
         self._counting.now.hits += indices.size
