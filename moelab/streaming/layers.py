@@ -127,14 +127,16 @@ class StreamedExperts(nn.Module):
 
 
 class Stacked(StreamedExperts, kernels.FastExperts):
-    """Keeps S slots; a call is one gathered matmul for each projection (as in SwiftLM's PR 90)."""
+    """Keeps S slots; a call is one gathered matmul for each projection (as in SwiftLM's PR 90).
 
-    gate_with_up = False  # not named ``fuse``: mlx_lm.fuse takes such a module for an adapter
+    Mode ``fused`` joins gate and up into one matrix if both are alike and lie side by side.
+    """
+
     known_call = StreamedExperts.__call__
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        take = partial(self._take_bank, fuse=self.gate_with_up and can_fuse(module))
+        take = partial(self._take_bank, fuse=session.config.mode == "fused" and can_fuse(module))
         self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
 
     def read(self, experts: list[int]) -> None:
@@ -191,8 +193,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
     def _prefetch_next(self, asked):
         session = self.session
-        guess = session.counting.decoding and session.prefetcher.guess(self.index, asked)
-        if guess:
+        if session.counting.decoding and (guess := session.prefetcher.guess(self.index, asked)):
             layer, routed = guess
             session.residency.prefetch(layer, dict.fromkeys(routed.ravel().tolist()))
 
@@ -237,12 +238,6 @@ class Stacked(StreamedExperts, kernels.FastExperts):
         return y
 
 
-class Fused(Stacked):
-    """``Stacked`` with gate and up as one matrix, if both are alike and lie side by side."""
-
-    gate_with_up = True
-
-
 class Parts(Pairs):
     """Pairs that MLX computes in parts, into ``computed``; ``size``: the pairs of all ranks."""
 
@@ -281,13 +276,14 @@ class Parts(Pairs):
 
 
 class Buffers(StreamedExperts):
-    """Read K experts at a time into K buffers, anew for each token (as in SwiftLM's PR 26)."""
+    """Read K experts at a time into K buffers, anew for each token (as in SwiftLM's PR 26).
 
-    one_by_one = False
+    Mode ``serial`` reads one at a time and computes with it (SwiftLM's first ``--stream-experts``).
+    """
 
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
-        self._bank = self._take_bank(1 if self.one_by_one else session.top_k)
+        self._bank = self._take_bank(1 if session.config.mode == "serial" else session.top_k)
 
     def _compute(self, x, indices, routed, asked, size=0):
         parts, K = Parts(x, routed, self, size), self._bank.num_slots
@@ -301,22 +297,13 @@ class Buffers(StreamedExperts):
     def read(self, experts: list[int]) -> dict[int, int]:
         """Read at most K distinct experts as a call does; return the buffer of each."""
         buffers, reader = {e: i for i, e in enumerate(experts)}, self.session.reader
-        read = reader.read_in_turn if self.one_by_one else reader.read
+        read = reader.read_in_turn if self.session.config.mode == "serial" else reader.read
         with self.session.counting.read_wait():
             read(self._bank.reads(buffers))
         self.session.counting.now.misses += len(buffers)
         for e, buffer in buffers.items():
             self._bank.arrived(e, buffer)
         return buffers
-
-
-class Serial(Buffers):
-    """Read an expert, compute with it, read the next (SwiftLM's first ``--stream-experts``)."""
-
-    one_by_one = True
-
-
-LAYERS = {"serial": Serial, "buffers": Buffers, "stacked": Stacked, "fused": Fused}
 
 
 def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -36,11 +36,11 @@ from ..kernels.code import num_threads
 from ..memory import return_free_memory
 from ..prompt import check_tokens
 from .build import build_model
-from .config import StreamConfig
+from .config import SLOT_MODES, StreamConfig
 from .disk_embedding import EMBEDDINGS, DiskEmbedding
 from .facts import FEW_TOKENS, facts_of
 from .fused import give_room
-from .layers import LAYERS
+from .layers import Buffers, Stacked
 from .plan import AnyDraft, plan_of
 from .prefetch import PREFETCHERS, Auto, auto
 from .ranks import Ranks
@@ -265,7 +265,10 @@ def tokenizer_of(
         tokenizer_config = template | (tokenizer_config or {})
     try:
         # This is mlx-lm's loader with ``Detokenizer`` in place of its own detokenizers.
-        read = with_globals(tokenizer_utils.load, {"TokenizerWrapper": _wrapped})
+        read = with_globals(
+            tokenizer_utils.load,
+            {"TokenizerWrapper": lambda own, _, **more: TokenizerWrapper(own, Detokenizer, **more)},
+        )
         read = with_globals(mlx_lm_utils.load_tokenizer, {"_load_tokenizer": read})
         tokenizer = read(path, tokenizer_config, eos_token_ids=eos_token_ids)
         tokenizer.decode(ids := tokenizer.encode("a"))
@@ -279,11 +282,6 @@ def tokenizer_of(
             f"{path}: transformers cannot read its tokenizer files: {describe(e)}. "
             "Download them again."
         ) from e
-
-
-def _wrapped(tokenizer, _, **more):
-    """Wrap a tokenizer as mlx-lm does, but with ``Detokenizer``."""
-    return TokenizerWrapper(tokenizer, Detokenizer, **more)
 
 
 def load_model(
@@ -346,7 +344,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
 def _stream(model, experts, session):
     """Replace the experts' modules by streamed layers, with their slots and prefetcher."""
     config = session.config
-    layer = LAYERS[config.mode]
+    layer = Stacked if config.mode in SLOT_MODES else Buffers
     streamed = [(path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)]
     model.update_modules(tree_unflatten(streamed))
     # Weak, since layers refer to the session: a cycle would keep a deleted model for a while.
