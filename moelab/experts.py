@@ -45,18 +45,15 @@ def read_experts(tensor: ExpertTensor) -> mx.array:
     return mx.array(np.stack(rows)).view(tensor.dtype).reshape(len(rows), *tensor.shape)
 
 
-def locate_experts(model: nn.Module, checkpoint: Checkpoint) -> dict[str, ExpertTensor]:
-    """Find where the experts' parameters lie in the files, by their paths in the model.
+def locate_experts(
+    model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
+) -> dict[str, ExpertTensor]:
+    """Find where the experts' parameters, given by their paths in the model, lie in the files.
 
     The model's ``sanitize`` runs on placeholders. A placeholder that comes out unchanged is a whole
     tensor on disk. The others are followed row by row; a parameter is left out if an expert's rows
     are not contiguous in a file.
     """
-    wanted = {
-        f"{path}.{name}": p
-        for path, module in expert_modules(model)
-        for name, p in expert_parameters(module).items()
-    }
     if checkpoint.packed:
         return {path: t for path, t in checkpoint.packed.items() if path in wanted}
     placeholders, sanitize, sanitized, same = _sanitized(model, checkpoint)

@@ -28,7 +28,6 @@ import moelab
 from moelab import repack as repack_module
 from moelab import synthesize as S
 from moelab.checkpoint import Checkpoint
-from moelab.experts import locate_experts
 from moelab.lab.arguments import Evicting
 from moelab.lab.decode import decode
 from moelab.lab.machine import cold_gain
@@ -75,7 +74,7 @@ def packed(moe, tmp_path_factory):
 
 
 def test_the_same_bytes_on_pages_of_their_own(moe, packed):
-    source = locate_experts(families.load_resident(moe), Checkpoint(moe))
+    source = ModelFacts.of(moe, moelab.StreamConfig(mode="serial")).located
     target = Checkpoint(packed).packed
     assert set(target) == set(source)
     for name, t in target.items():

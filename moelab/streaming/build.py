@@ -50,7 +50,7 @@ def build_model(
     if config.top_k is not None and found is not None:
         holder, key, K = found
         # Some families keep a shared expert, which every token takes, among the routed experts.
-        always = _most_chosen(checkpoint, model) - K
+        always = _most_chosen(checkpoint, model, expert_modules(model)) - K
         changed = dict.fromkeys({key, *holder.keys() & TOP_K_KEYS}, config.top_k)
         if holder is own.get("text_config"):
             changed = {"text_config": {**holder, **changed}}
@@ -65,7 +65,7 @@ def build_model(
     if dtype := auto_dtype() if config.dtype == "auto" else getattr(mx, config.dtype):
         _cast(model, modules, config, dtype)
     if modules:
-        top_k = _checked_top_k(checkpoint, config, model, found, max(0, always))
+        top_k = _checked_top_k(checkpoint, config, model, modules, found, max(0, always))
     elif config.mode == "resident":
         top_k = 0
     else:
@@ -98,7 +98,7 @@ def _find_top_k(config, model):
     return None
 
 
-def _most_chosen(checkpoint, model):
+def _most_chosen(checkpoint, model, modules):
     """Return the most experts that a router chooses for a token; 0 if a trial call shows none."""
     chosen = [0]
 
@@ -107,15 +107,15 @@ def _most_chosen(checkpoint, model):
         return call(x, indices)
 
     with ExitStack() as hooks:
-        for _, module in expert_modules(model):
+        for _, module in modules:
             hooks.enter_context(hooked(module, note))
         try_out(checkpoint, model)
     return max(chosen)
 
 
-def _checked_top_k(checkpoint, config, model, found, always):
+def _checked_top_k(checkpoint, config, model, modules, found, always):
     """Check that K fits the experts and the slots; return K as the model chooses it."""
-    file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in expert_modules(model))
+    file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in modules)
     K = config.top_k if config.top_k is not None else found[2] if found else 1
     if not 1 <= K <= E:
         if config.top_k is None:
@@ -123,7 +123,7 @@ def _checked_top_k(checkpoint, config, model, found, always):
                 f"{file}: {found[1]}: expected 1 to {E} (the experts), got {K}. Download it again."
             )
         raise ValueError(f"StreamConfig.top_k: expected 1 to {E} (the experts), got {K}.")
-    chosen = _most_chosen(checkpoint, model)
+    chosen = _most_chosen(checkpoint, model, modules)
     if config.top_k is not None and chosen > K + always:
         raise ValueError(
             f"StreamConfig.top_k: this family cannot be asked for fewer experts per token: its "

@@ -139,7 +139,7 @@ def facts_of(
     modules = dict(expert_modules(model))
     parameters = {path: expert_parameters(m) for path, m in modules.items()}
     every = {f"{path}.{name}": p for path, named in parameters.items() for name, p in named.items()}
-    streams, located = config.mode != "resident", locate_experts(model, checkpoint)
+    streams, located = config.mode != "resident", locate_experts(model, checkpoint, every)
     # Additive biases and tensor-wide scales stay in memory: they are small beside matrices.
     resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident

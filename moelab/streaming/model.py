@@ -329,7 +329,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
         for module in model.modules():
             if isinstance(module, DiskEmbedding):
                 module.open(session.reader, facts.dtype)
-        _evaluate(model)
+        mx.eval(model.state)  # another thread cannot compute what this thread leaves lazy
         checkpoint.check_unchanged()
     except BaseException:
         session.reader.close()
@@ -375,11 +375,6 @@ def _populate(layers):
         [*pool.map(take, layers, accumulate(layer.bank.nbytes for layer in layers))]
 
 
-def _evaluate(model):
-    """Evaluate all arrays, since another thread cannot compute what this thread leaves lazy."""
-    mx.eval([list(module.values()) for module in model.modules()])
-
-
 def _load_adapters(model, path):
     settings, weights = (Path(path) / f for f in ("adapter_config.json", "adapters.safetensors"))
     if missing := [file.name for file in (settings, weights) if not file.is_file()]:
@@ -395,7 +390,7 @@ def _load_adapters(model, path):
         if given and not isinstance(given.get("scale", 1), (int, float)):
             raise ValueError(f"a scale of {given['scale']!r}")  # mlx-lm would fail later, in a call
         mlx_lm_utils.load_adapters(model, path)
-        _evaluate(model.eval())
+        mx.eval(model.eval().state)
 
 
 def close(model: nn.Module) -> None:
