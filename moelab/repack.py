@@ -3,7 +3,7 @@
 In mlx-lm's layout an expert is nine ranges of a file, gigabytes apart. In the packed layout each
 MoE layer has a safetensors file with one tensor of bytes, ``experts [E, stride]``: row e begins on
 a page and holds expert e's parameters in ``packing_order``. ``moelab.load`` reads both layouts.
-``measure_gain`` says how much faster experts would be read here.
+``measure_gain`` says how much faster this machine would read packed experts.
 """
 
 import errno
@@ -28,9 +28,8 @@ from .streaming.reading.ranges import Ranges
 from .streaming.reading.reader import Reader
 from .streaming.residency.bank import ranges
 
-# ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each; after
-# ``MEASURE_S``, ``FEWEST`` pairs are enough. The first pair does not count: its memory was not
-# used before.
+# ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each. After
+# ``MEASURE_S`` seconds ``FEWEST`` are enough. The first pair does not count: its memory is new.
 SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
 
 
@@ -46,7 +45,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text would decode that waits ``wait_s`` of ``time_s``."""
+        """How many times as fast a text decodes if reads took ``wait_s`` of its ``time_s``."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -62,8 +61,8 @@ class Gain(NamedTuple):
 def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
     """Time reads of random experts as they lie, and of as many bytes in one piece, for some 0.2 s.
 
-    Each read asks for as many experts as a layer does. Pages in the page cache are read from there,
-    unless the reader reads past it. Returns None if each expert lies in one piece already.
+    Each read asks for as many experts as a token does in a layer. Pages in the page cache are read
+    from there, unless the reader reads past it. None if each expert lies in one piece already.
     """
     layers = expert_ranges(facts.located)
     reads = max(map(len, layers), default=1)
@@ -135,7 +134,7 @@ def repack(
 ) -> Path:
     """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
 
-    ``library`` as in ``StreamConfig``. ``out`` appears when its last byte is on disk and has been
+    ``library`` is that of ``StreamConfig``. ``out`` appears when its last byte is on disk and was
     compared with the source.
     """
     out = Path(out)

@@ -1,7 +1,7 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
-The tensors' names and shapes are those of mlx-lm's model of the published configuration. The
-checkpoint writes noise, but each layer costs as much to read and to compute as the real one.
+The tensors' names and shapes are those of mlx-lm's model of the published configuration. The model
+writes noise, but each layer costs as much to read and to compute as the real one.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
 
 BITS = 4  # of a weight; mlx-lm's own default
-CHUNK_NBYTES = 16 << 20  # written at once; no more of a tensor is in memory
+CHUNK_NBYTES = 16 << 20  # written at once: memory holds no more of a tensor
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's; an installed moelab has no data/
 # Families that can be written with fewer layers. Configurations of others list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
@@ -155,8 +155,8 @@ def _read_tokenizer(folder):
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(
-            f"no tokenizer.json in {folder}: name a folder that holds one with --tokenizer "
-            "(that of any mlx-lm model)"
+            f"no tokenizer.json in {folder}: name with --tokenizer a folder that has one, such as "
+            "that of any mlx-lm model"
         )
     names = [file.name, "tokenizer_config.json", "special_tokens_map.json"]
     names += ["chat_template.jinja", "chat_template.json"]

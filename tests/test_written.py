@@ -1,4 +1,4 @@
-"""Checkpoints that are repacked, or synthetic of real shapes, are written whole or not at all."""
+"""Repacked checkpoints, and synthetic ones of real shapes, are written whole or not at all."""
 
 import io
 import json
@@ -49,7 +49,7 @@ def assert_same_answer(path, out, modes):
             np.testing.assert_array_equal(got, want, err_msg=mode)
             if mode == "fused":
                 c = moelab.stats(packed).prefill
-                rows = any(isinstance(m, DiskEmbedding) for m in packed.modules())  # read, too
+                rows = any(isinstance(m, DiskEmbedding) for m in packed.modules())  # also read
                 assert c.misses and (rows or c.reads == c.misses), "one read brings one expert"
 
 
@@ -89,7 +89,7 @@ def test_the_same_bytes_on_pages_of_their_own(moe, packed):
 
 
 def test_what_one_piece_gains_is_measured(moe, packed, monkeypatch):
-    """The times are those of a disk that takes a second for each read, the reads are real."""
+    """The reads are real. Their times are replaced by those of a disk with a second for a read."""
     calls, read_s = [], repack_module.read_s
 
     def timed(reader, wanted, memory):
@@ -318,7 +318,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
-    """The model has enough dimensions for codes of the trace's 192 tokens, and enough experts."""
+    """The model has dimensions and experts enough to tell the trace's 192 tokens apart."""
     trace = recorded_trace("code")[:400]
     few = np.unique(trace.tokens, return_inverse=True)[1]  # ids below a small vocabulary
     trace, config = replace(trace, tokens=few), small()

@@ -62,7 +62,7 @@ class Checkpoint:
                 "Give the model that it was trained for, and this folder as its --draft."
             )
         self.files, layers = self._files(), sorted(self.path.glob("experts-*.safetensors"))
-        # Streaming opens each file twice (once past the page cache), MLX model*.safetensors once.
+        # Streaming opens a file twice (once past the page cache). MLX opens model*.safetensors.
         allow_open(3 * len(self.files) + 2 * len(layers), self.path)
         plain = {file: read_header(file) for file in self.files}
         packed = {file: read_packed(file) for file in layers}

@@ -96,7 +96,7 @@ def check_writable(path: str | Path, what: str) -> None:
     parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
     try:
         if path.exists() and not path.is_file():
-            raise OSError("it is there already, and no plain file")
+            raise OSError("it exists and is no plain file")
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         why = error.strerror or error

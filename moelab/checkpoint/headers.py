@@ -71,8 +71,8 @@ def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tens
     for name, entry in header.items():
         shape, (first, last) = entry["shape"], entry["data_offsets"]
         if entry["dtype"] not in DTYPES:
-            has = f"tensor {shorten(name)} has the dtype {entry['dtype']}, which MLX has not"
-            raise CheckpointError(f"{file}: {has}. {FOR_MLX} If it is one, download it again.")
+            has = f"tensor {shorten(name)} has the dtype {entry['dtype']}, which MLX lacks"
+            raise CheckpointError(f"{file}: {has}. {FOR_MLX} If this is one, download it again.")
         if any(n >= MAX_DIMENSION for n in shape):
             raise wrong(f"tensor {shorten(name)} has the shape {shorten(shape, 60)}")
         dtype = DTYPES[entry["dtype"]]
@@ -81,7 +81,7 @@ def read_header(file: Path, remedy: str = "download it again") -> dict[str, Tens
 
 
 def merge_headers(headers: dict[Path, dict]) -> dict:
-    """Join the tensors of several files by name, and refuse a name that two files have."""
+    """Join the tensors of several files by name; refuse a name that two files have."""
     holder = {}
     for file, tensors in headers.items():
         for name in tensors:

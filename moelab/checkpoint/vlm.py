@@ -168,7 +168,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
     kind = config.get("model_type")
     if find_spec("mlx_vlm") is None:
         raise CheckpointError(
-            f"{kind}: expected mlx-vlm, whose model it is, found it not installed. {INSTALL}"
+            f"{kind}: expected mlx-vlm, which has this model, found it not installed. {INSTALL}"
         )
     have = metadata.version("mlx-vlm")
     try:
@@ -180,7 +180,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
         _states()
     except Exception as error:
         raise CheckpointError(
-            f"{kind}: mlx-vlm {have} has no text model of it that moelab can build "
+            f"{kind}: mlx-vlm {have} has no text model of this family that moelab can build "
             f"({describe(error)}). moelab was tried with mlx-vlm {TRIED}: {INSTALL}"
         ) from error
     if not library.__name__.startswith("mlx_vlm.models."):
@@ -204,7 +204,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def library_of(config: dict[str, Any]) -> str:
-    """Return the library that has a model type, mlx-lm if both do; CheckpointError: neither."""
+    """Return the library that has a model type: mlx-lm if both do. CheckpointError if neither."""
     kind = str(config.get("model_type"))
     known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config or _has("mlx_lm", "models", known):
@@ -213,10 +213,10 @@ def library_of(config: dict[str, Any]) -> str:
     names = import_module("mlx_vlm.utils").MODEL_REMAPPING if is_there else {}
     if any(_has("mlx_vlm", folder, names.get(kind, kind)) for folder in ("models", DRAFTERS)):
         return "mlx-vlm"
+    which = f" {metadata.version('mlx-vlm')}" if is_there else ", which is not installed"
     raise CheckpointError(
-        f"model_type {kind}: expected a family of mlx-lm {metadata.version('mlx-lm')} or mlx-vlm, "
-        + (f"{metadata.version('mlx-vlm')} has it not" if is_there else "which is not installed")
-        + f". A newer version of one may have it{'' if is_there else ': ' + INSTALL}."
+        f"model_type {kind}: expected a family of mlx-lm {metadata.version('mlx-lm')} or of "
+        f"mlx-vlm{which}. A newer version may have it{'' if is_there else ': ' + INSTALL}."
     )
 
 

@@ -1,8 +1,8 @@
-"""Kernels for the CPU backend that run at the speed of memory, in place of MLX's.
+"""Kernels for MLX's CPU backend. They replace MLX's own and run at the speed of memory.
 
-MLX unpacks every weight of a quantized matrix for every row, at 0.6 GB/s of packed weights on one
-core of an AMD EPYC (MLX 0.32.4), and mlx-lm loops over tokens where a layer is recurrent. ``code``
-builds the kernels, ``team`` runs them on all cores, and ``use(model)`` puts them into a model.
+MLX unpacks every weight of a quantized matrix anew for every input row: 0.6 GB/s of packed weights
+on one core of an AMD EPYC (MLX 0.32.4). mlx-lm computes a recurrent layer token by token. ``code``
+builds our kernels, ``team`` runs them on all cores, and ``use(model)`` puts them into a model.
 """
 
 # ruff: noqa: F401 (for other modules)

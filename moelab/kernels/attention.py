@@ -1,12 +1,12 @@
 """Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
 
-MLX's attention is two products of its BLAS: the reference BLAS in its Linux packages. Here values
-are added key after key, and a masked key adds exactly 0 to a query that sees any other key. So a
-token's result does not depend on how a text is divided into passes, if the cache holds the keys in
-order. A full rotating cache (gpt_oss, afmoe) holds them in another order: there the result depends.
+MLX computes attention by two products of a BLAS (in its Linux packages the reference BLAS). Here
+values are added key after key, and a masked key adds exactly 0 to a query that sees any other key.
+So, if the cache holds the keys in order, a token's result does not depend on how a text is divided
+into passes. With a full rotating cache (gpt_oss, afmoe), which has another order, it does depend.
 
-Sums of n values overflow where a value exceeds float32's largest number / n. Then, and where a
-score overflows, the result is inf or NaN, and MLX's may be finite.
+A sum over n keys may overflow if a value exceeds float32's largest number / n. Then, and if a score
+overflows, the result is inf or NaN where MLX's result may be finite.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def eager_attention(of_mlx_lm: Callable[..., mx.array]) -> Callable[..., mx.arra
 
 
 def agree(q, k, v, mask=None, sinks=None) -> bool:
-    """Whether the shapes of queries, keys, values and sinks are those of one attention."""
+    """Whether the shapes of queries, keys, values and sinks fit each other."""
     (B, H, Tq, D), Tk = q.shape, k.shape[2]
     return (
         k.shape == (B, k.shape[1], Tk, D)
@@ -80,10 +80,10 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
     add_up = code.kernel_of(_AddUp, code.lanes(Dv), Dv)
 
     def block(b, h, first, end):
-        """Write the attention of query rows ``[first:end]`` of the heads that share key head h."""
+        """Compute the attention of query rows ``[first:end]`` of heads that share key head h."""
         n, keys, seen = end - first, Tk, 0
         if isinstance(mask, str):
-            # How many keys the first query sees. Each next one sees one more.
+            # How many keys the first query sees. Each next query sees one key more.
             seen, last = Tk - Tq + 1, (end - 1) % Tq
             keys = seen + last if last >= first % Tq and n <= Tq else Tk
         s = np.empty((n, keys), np.float32)
@@ -166,7 +166,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Writes y ``[rows, Dv]``, means of values ``[keys, Dv]``; ``sums`` has the sinks' weights."""
+    """Writes weighted means y ``[rows, Dv]`` of values ``[keys, Dv]``; ``sums``: sinks' weights."""
 
     form = "Dv"
     signature = "*weights *values *sums *y rows keys"
@@ -178,7 +178,7 @@ class _AddUp(Code):
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)
         totals = [self.spread(self.load(sums, row, F32)) for row in rows]
-        size = self.L * 4  # vectors of a value that are added up side by side
+        size = self.L * 4  # numbers of a value that are added up side by side
         for first in range(0, self.Dv, size):
             places = range(first, min(first + size, self.Dv), self.L)
 

@@ -1,8 +1,8 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
-A block is a dozen calls of native code (MLX takes 16 to 60 us to evaluate each module). It computes
-only text in float32 without padding, with mlx-lm's caches. Otherwise it calls mlx-lm's modules:
-also in training, with hooks, or when another library has replaced a method or function.
+A block makes a dozen calls of native code. (MLX takes 16 to 60 us to evaluate each of its modules.)
+The kernels compute only float32 text without padding, with mlx-lm's caches. In all other cases, in
+training, with hooks, or after a library replaced a function, a block calls mlx-lm's own modules.
 """
 
 from functools import lru_cache
@@ -67,7 +67,7 @@ class Block(modules.Watched):
 
 
 def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
-    """Call a module with ``given`` (mask, cache), as a block or else by MLX; return ``[n, D]``."""
+    """Call a module with ``given`` (mask, cache), by kernels or else by MLX; return ``[n, D]``."""
     known = is_itself(module, Block) or is_itself(module, modules.FastMLP)
     y = module.forward(x, B, *given) if known else None
     if y is None:
@@ -76,7 +76,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
-    """Return a parameter ``[size]``; for a recorded program, one that nobody changes in place."""
+    """Return a parameter ``[size]``; for a recorded program, in memory that nobody writes to."""
     a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
@@ -98,8 +98,8 @@ def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
     if a.shape != shape or a.dtype != mx.float32:
         kind = str(a.dtype).removeprefix("mlx.core.")
         raise ValueError(
-            f"cache: expected float32 {shape}, got {kind} {a.shape}: it is of other texts or of "
-            "another model. Give a cache of this model with one entry for each of the "
+            f"cache: expected float32 {shape}, got {kind} {a.shape}: the cache is of other "
+            "texts or of another model. Give a cache of this model with one entry for each of the "
             f"{shape[0]} texts of the input."
         )
 
@@ -125,7 +125,7 @@ class GatedDelta(Block):
         return [z if a is None else np.ascontiguousarray(a) for a, z in zip(given, zeros)]
 
     def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
-        """Put into a cache what the next tokens need (``state`` None: a copy of the pass's)."""
+        """Put into a cache what the next tokens need (``state`` None: a copy of ``did.state``)."""
         cache[0], cache[1] = to_mlx(did.after), to_mlx(did.state) if state is None else state
         cache.advance(len(did.y) // len(did.after))
         if self.recorder is not None:
@@ -186,7 +186,7 @@ class GatedDelta(Block):
 
 
 class GatedDelta35(GatedDelta):
-    """``GatedDelta`` of qwen3_5: a projection each for qkv, z, b and a."""
+    """``GatedDelta`` of qwen3_5: qkv, z, b and a have a projection each."""
 
     projections = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
     norm_type = qwen3_5.RMSNormGated
@@ -314,7 +314,7 @@ class Experts(Block):
         return products(self, *gates) if self.is_known else None
 
     def likely(self, x: Rows) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return likely experts ``[n, expects]`` and probabilities for rows x; None if unwanted."""
+        """Return each row's likely experts ``[n, expects]`` and their probabilities, if wanted."""
         module, found = self["switch_mlp"], self.own_matrices()
         if found is None or not is_itself(module, experts.FastExperts) or not module.expects:
             return None

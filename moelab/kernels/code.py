@@ -30,12 +30,12 @@ def widest() -> int:
 
 
 def lanes(size: int) -> int:
-    """How many numbers of a row of this size are handled side by side."""
+    """Return how many numbers of a row of this size are handled side by side."""
     return next(L for L in (16, 8, 4, 2, 1) if widest() >= L and size % L == 0)
 
 
 def num_threads() -> int:
-    """The cores that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -111,14 +111,14 @@ def to_mlx(a: np.ndarray) -> mx.array:
 
 
 def in_rows(a: np.ndarray) -> np.ndarray:
-    """Return an array ``[..., T, D]``, copied unless the rows of each matrix are contiguous."""
+    """Return an array ``[..., T, D]``, copied if the rows of its matrices are not contiguous."""
     in_order = a.strides[-2:] == (a.itemsize * a.shape[-1], a.itemsize)
     return a if in_order else np.ascontiguousarray(a)
 
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """Return a class's kernel for L lanes and a form. It is stored: its code has no addresses."""
+    """Return a class's kernel for L lanes and a form. Its code has no addresses and is stored."""
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
@@ -144,7 +144,7 @@ class Kernel:
 class Code:
     """A function ``run(arguments, piece, pieces)``, which a subclass's ``write`` writes for LLVM.
 
-    ``form`` names its constants, ``signature`` its arguments; a star marks the address of float32.
+    ``form`` names its constants, ``signature`` its arguments; a star marks an address of floats.
     """
 
     form = signature = ""

@@ -1,4 +1,4 @@
-"""A layer's experts, computed by the kernels: blocks call them through ``FastExperts``."""
+"""Computes a layer's experts with the kernels. Blocks call them through ``FastExperts``."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,9 +14,9 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up (or both in one)
 
 
 class FastExperts:
-    """The experts of one layer; ``forward`` computes them with numpy's arrays."""
+    """The experts of one layer. ``forward`` takes and gives numpy arrays."""
 
-    # If ``expecting``, ``expect`` gets each token's ``expects`` likeliest experts before attention.
+    # If ``expecting``, a layer tells ``expect`` each token's likeliest experts before attention.
     expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:
@@ -31,7 +31,7 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit. The program ``placed`` may compute one token into its ``y``.
+        None if the kernels do not fit. If ``placed`` fits, it computes, and its ``y`` is returned.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:
@@ -75,7 +75,7 @@ class ExpertsInModule(FastExperts):
         return None if found is None or found[0][0].inputs != x.shape[-1] else found
 
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
-        """Begin a call for x ``[..., D]``, indices of this shape; None if no kernel computes it."""
+        """Begin a call for x ``[..., D]``, indices of ``shape``; None if the kernels do not fit."""
         found = self.matrices_for(x)
         if found is None:
             return None
@@ -86,7 +86,7 @@ FastSwitchGLU = modules.with_mixin(ExpertsInModule, SwitchGLU)
 
 
 def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
-    """The projections of a ``SwitchGLU``, down last; None unless the kernels compute them all."""
+    """The projections of a ``SwitchGLU``, down last; None if one call cannot compute them all."""
     names = ("gate_up_proj",) if "gate_up_proj" in module else ("gate_proj", "up_proj")
     found = [module[name] for name in (*names, "down_proj")]
     alike = all(isinstance(p, modules.SwitchMatrices) and "bias" not in p for p in found)
@@ -95,18 +95,18 @@ def gate_up_down(module: nn.Module) -> list[nn.Module] | None:
 
 
 class ExpertCall:
-    """A call for tokens x ``[n, D]`` and indices ``[..., K]``; each part fills rows of ``y``."""
+    """A call of experts for tokens x ``[n, D]``. Each ``compute`` fills some rows of ``y``."""
 
     def __init__(self, found: Projections, x: Rows, shape: tuple[int, ...], in_mlx: bool = False):
         self._found, self._x, self._shape, self._out = found, x, shape, None
         shape = len(x.x) * shape[-1], found[1].outputs
-        if in_mlx:  # ``y [n * K, D]`` is MLX memory, to save a copy
+        if in_mlx:  # ``y [n * K, D]`` lies in MLX's memory, which saves a copy
             self._out = mx.zeros(shape)
             mx.eval(self._out)
         self.y = np.empty(shape, np.float32) if self._out is None else np.asarray(self._out)
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute (token, expert) pairs: their places among all n * K, and the expert of each."""
+        """Compute some (token, expert) pairs. ``pairs`` are their places among all n * K pairs."""
         gate_up, down = self._found
         experts, each = experts.astype(np.int64), np.arange(len(pairs))
         if len(self.y) == self._shape[-1] == len(pairs):  # one token: no grouping by expert
@@ -122,19 +122,19 @@ class ExpertCall:
         down.multiply_parts(packed, parts._replace(x=each), self.y)
 
     def result(self) -> mx.array:
-        """Return ``[..., K, D]``, once all pairs are computed."""
+        """Return the result ``[..., K, D]``, after all pairs were computed."""
         out = to_mlx(self.y) if self._out is None else self._out
         return out.reshape(*self._shape, -1)
 
 
 class PlacedExperts:
-    """A program that computes one token x ``[1, D]``; each run gets its experts' addresses."""
+    """A recorded program for one token x ``[1, D]``. Each run gets its experts' addresses."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found
         F, D = down.inputs, down.outputs
         if sum(m.outputs for m in gate_up) != 2 * F:
-            raise ValueError(f"experts: expected gates for {F} inputs of the last matrix")
+            raise ValueError(f"experts: expected {F} outputs of gate and of up, as down has inputs")
         hidden, self.y = np.empty((K, 2 * F), np.float32), np.empty((K, D), np.float32)
         self._form, self._program, self._tasks = _form(found), team.Program(), []
         packed = x.packed_for(gate_up[0])
@@ -147,7 +147,7 @@ class PlacedExperts:
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):
-        """Record the product of row ``rows[k]`` with matrices of expert k, side by side in y."""
+        """Record the products of row ``rows[k]`` with expert k's matrices, side by side in y."""
         K, n = len(rows), len(matrices)
         N = y.shape[1] // n
         numbers, at = quantized.in_order(n * K)
@@ -162,7 +162,7 @@ class PlacedExperts:
         team.run(matrices[0].kernel, code.address(tasks), n * K, pieces=pieces)
 
     def bind(self, found: Projections) -> bool:
-        """Compute with these projections from now on; False if the program is of another form."""
+        """Use these projections from now on; return False if the program is for another form."""
         self._found = found
         return _form(found) == self._form
 

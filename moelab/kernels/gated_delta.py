@@ -1,7 +1,7 @@
 """mlx-lm's gated delta rule (Yang et al., arXiv 2412.06464) on a CPU, over all tokens of a pass.
 
-Without Metal mlx-lm loops over the tokens, with passes over the whole state for each. Here a row of
-the state stays in registers. A token's result does not depend on how a text is divided into passes.
+Without Metal mlx-lm loops over tokens, and each reads the state several times. Here a row of the
+state stays in registers. A token's result does not depend on how a text is divided into passes.
 """
 
 from collections.abc import Callable
@@ -50,10 +50,10 @@ def gated_delta(
 
 
 def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
-    """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v are contiguous."""
+    """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v must be contiguous."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
-    # The distance of two tokens. With T = 1 a time axis may have any stride: take the batch axis's.
+    # From a token to the next. If T = 1, the time axis may have any stride: take the batch axis's.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),
@@ -66,16 +66,16 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
 
 def fast_update(update: Callable) -> Callable:
     """Return mlx-lm's ``gated_delta_update``, computed by ``gated_delta``."""
-    # mlx-vlm's function has a second loop for prompts, and its cache calls the function again.
+    # mlx-vlm's function has a second loop for prompts, and mlx-vlm's cache calls this function.
     loops = {n: f for n, f in update.__globals__.items() if n in ("gated_delta_ops", CHUNKED)}
     fast = with_globals(update, {n: partial(gated_delta, ops=f) for n, f in loops.items()})
     fast.__globals__[update.__name__] = fast
 
-    @wraps(update)  # for code that inspects its arguments
+    @wraps(update)  # for code that inspects the signature
     def call(*args, use_kernel=True, **kwargs):  # ``use_kernel`` is False in training
         return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
 
-    call.is_fast = True  # a rollback runs it again, which is faster than to keep every state
+    call.is_fast = True  # ``recurrence`` then runs it again: faster than keeping every state
     return call
 
 

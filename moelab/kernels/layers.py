@@ -1,7 +1,7 @@
 """Decoder layers that compute without MLX's graph, and ``use``, which puts kernels into a model.
 
 For a short pass of one text a layer's calls are recorded once. From then on the layer is two or
-three calls of native code. A model's records share memory: only one thread at a time may call it.
+three calls of native code. A model's records share memory, so one thread at a time may call it.
 """
 
 import sys
@@ -26,10 +26,10 @@ from .code import to_mlx
 from .modules import FastMLP, Kept, is_itself
 from .quantized import Rows
 
-# A recurrent state of so many bytes is written in place; a smaller one is copied, which is faster.
+# A recurrent state of this many bytes or more is written in place; copying is faster for others.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # a pass of more tokens is not recorded
-STATE = itemgetter("_kept", "_training")  # of a module's attributes
+STATE = itemgetter("_kept", "_training")  # two of a module's attributes, for ``_state``
 
 
 class Layer(blocks.Block):
@@ -57,7 +57,7 @@ class Layer(blocks.Block):
 
     @property
     def norms(self) -> tuple[nn.Module, nn.Module]:
-        """The norm before the mixer, and that before the MLP."""
+        """The norm before the mixer and the norm before the MLP."""
         return self["input_layernorm"], self["post_attention_layernorm"]
 
     @property
@@ -92,8 +92,8 @@ class DeltaPass:
         kept = self._mixer.recorder is not None
         in_place = not kept and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
-            # MLX writes to the state's memory if nobody else holds it, else to a copy. So nobody
-            # else holds the memory that MLX has written to: it becomes the next state.
+            # If nobody else holds the state's memory, MLX writes there, else to a copy. So the
+            # memory that MLX has written to is ours alone: it becomes the next state.
             state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
             del now
             cache[1] = None
@@ -112,7 +112,7 @@ class DeltaPass:
 
 
 class AttentionPass:
-    """The record of an ``Attention`` for a short pass, like ``DeltaPass``."""
+    """The record of an ``Attention`` for a short pass: two programs, with attention between."""
 
     def __init__(self, mixer, x, first):
         self._mixer, self._first, found = mixer, first, mixer.own_matrices()
@@ -165,7 +165,7 @@ class Pass:
         # holds the record, so the record must not hold the layer.
         all_own = [m for name, m in layer.named_modules() if not name.startswith("mlp.switch_mlp")]
         for m in all_own:
-            m.__dict__.setdefault("_kept", Kept())  # ``Watched`` drops this at a change
+            m.__dict__.setdefault("_kept", Kept())  # ``Watched`` drops ``_kept`` at a change
         self._layer, self._inside = weakref.ref(layer), all_own[1:]
         self._parts_of, self._state = [*map(_arrays_of, all_own)], _state(all_own)
         self._parts = [*chain(*map(call, self._parts_of, all_own))]
@@ -173,7 +173,7 @@ class Pass:
 
     @classmethod
     def of(cls, layer: Layer, n: int) -> "Pass | None":
-        """The record of a layer; None if it cannot be recorded."""
+        """Record a layer; return None if the layer cannot be recorded."""
         mixer, mlp, shared = layer.mixer, layer["mlp"], layer["mlp"].get("shared_expert")
         known = (
             is_itself(mixer, (GatedDelta35, blocks.Attention))
@@ -213,12 +213,12 @@ class Pass:
 
 
 def _state(modules):
-    """What must stay equal, apart from arrays and the layer's own class, which hooks change."""
+    """Return what must stay equal besides arrays. Hooks may change the layer's own class."""
     return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
 
 
 def _arrays_of(m):
-    """A function that returns a module's present arrays and modules."""
+    """Return a function that gives a module's present arrays and child modules."""
     keys = [k for k, a in m.items() if isinstance(a, (mx.array, nn.Module))]
     # For one key ``itemgetter`` gives no tuple, so the first key is given twice.
     return itemgetter(keys[0], *keys) if keys else tuple
@@ -246,7 +246,7 @@ CALLED = {
 
 
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
-    """Let a model's layers compute with these kernels. Return how many do, and how many do not.
+    """Let a model compute with these kernels. Return how many modules do, and how many do not.
 
     In training (``model.train()``) layers compute with MLX: these kernels have no gradients. If you
     change in place a parameter that you got as ``module["name"]``, assign the parameter again.
@@ -272,7 +272,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
 
 
 def blocks_of(model: nn.Module) -> dict[str, int]:
-    """The number of blocks that compute in one piece, for each class name of mlx-lm."""
+    """Count the blocks that the kernels compute as a whole, for each class name of mlx-lm."""
     return dict(Counter(type(m).__name__ for m in model.modules() if isinstance(m, blocks.Block)))
 
 

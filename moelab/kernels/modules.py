@@ -1,7 +1,7 @@
 """mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
-A module with matrices computes when it is called: it evaluates its input. MLX adds a bias. Where
-the kernels do not fit (half precision, other quantizations, a GPU), MLX computes the module.
+A module with matrices computes as soon as it is called, and evaluates its input. MLX adds a bias.
+Where the kernels do not fit (half precision, other quantizations, a GPU), MLX computes the module.
 """
 
 from functools import cache
@@ -19,8 +19,8 @@ from ..system import HERE, Mac
 from . import code, quantized, rowwise
 from .code import to_mlx
 
-# MLX computes a plain matrix with fewer weights: MLX is as fast there, even with the reference BLAS
-# of its Linux packages. On macOS MLX has a fast BLAS and computes every plain matrix.
+# MLX computes a plain matrix with fewer weights than this. It is as fast there, even with the
+# reference BLAS of its Linux packages. On macOS it has a fast BLAS and computes all plain matrices.
 FLOAT_WEIGHTS = 2**14
 
 
@@ -47,7 +47,7 @@ def describe() -> str:
 
 
 def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels; return whether they fit (None: no matrix)."""
+    """Let a module compute with the kernels; return whether they fit (None: it has no matrix)."""
     cls = type(module)
     if cls not in FAST:
         if _is_mlp(cls):
@@ -70,7 +70,7 @@ def fits(module: nn.Module) -> bool:
 
 
 def _fits(module, types=(mx.float32, mx.bfloat16)):
-    """Whether the kernels compute with a module's matrices; affine scales are of ``types``."""
+    """Whether the kernels compute with a module's matrices; affine scales must be of ``types``."""
     if isinstance(module, nn.Conv1d):
         channels, _, inputs = module["weight"].shape
         return (inputs, channels) == (1, module.groups) and (
@@ -87,7 +87,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     group, bits, mode = module.group_size, module.bits, module.mode
     return (
-        None not in (group, bits)  # a module that mlx-lm quantized by its mode alone has None
+        None not in (group, bits)  # both are None if mlx-lm was told a mode alone
         and weight.shape[:-1] == scales.shape[:-1]
         and weight.shape[-1] * 32 == scales.shape[-1] * group * bits
         and (biases is None or biases.shape == scales.shape)
@@ -110,7 +110,7 @@ class Kept:
 
 
 class Watched:
-    """Mixed into a module: drops its ``Kept`` when an array is got or anything is set."""
+    """Mixed into a module. Drops the module's ``Kept`` if an array is read or anything is set."""
 
     def __getattr__(self, key):
         value = super().__getattr__(key)
@@ -130,7 +130,7 @@ class Watched:
 
 @cache
 def with_mixin(mixin: type, cls: type) -> type:
-    """Return ``cls`` with a mixin. ``originals`` is for ``hooks.replaced``."""
+    """Return a subclass of ``cls`` with a mixin. ``originals`` is for ``hooks.replaced``."""
     kept = {"__module__": cls.__module__, "originals": ((cls, "__call__", cls.__call__),)}
     return type(cls.__name__, (mixin, cls), kept)
 
@@ -179,7 +179,7 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """Return a view of ``a``, so that nobody changes its memory; ``a`` itself if MLX would copy."""
+    """Return a view of ``a``: MLX writes to no memory that a view holds. ``a`` if MLX copied it."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -231,7 +231,7 @@ class SwitchMatrices(_Fast):
 
 
 class FastMLP:
-    """Mixed into a family's MLP, ``down(swiglu(gate(x), up(x)))``: uses no MLX in between."""
+    """Mixed into a family's MLP. Computes ``down(swiglu(gate(x), up(x)))`` without MLX's graph."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.forward(quantized.Rows.of(x)) if takes(x) else None
@@ -268,7 +268,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``: found by a call with strings."""
+    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``, which a call on strings shows."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -285,7 +285,7 @@ def _is_mlp(cls):
 
 
 class _Conv1d(_Fast):
-    """Convolves one filter per channel by lazy products; MLX's own takes ten times as long."""
+    """Convolves each channel with a filter, by lazy products. MLX's own takes ten times as long."""
 
     @property
     def taps(self) -> Kept:
@@ -315,6 +315,6 @@ MIXINS = {
     SwitchMatrices: (QuantizedSwitchLinear, SwitchLinear),
     _Conv1d: (nn.Conv1d,),
 }
-# Made at import: if a library replaces a method later, the new method is noticed, and called.
+# The classes are made at import: if a library replaces a method later, the new one is called.
 FAST = {cls: with_mixin(mixin, cls) for mixin, classes in MIXINS.items() for cls in classes}
 LINEARS = FAST[nn.QuantizedLinear], FAST[nn.Linear]

@@ -21,11 +21,11 @@ from . import code, team
 from .code import F32, I8, I16, I32, I64, Code, Kernel, address, ir
 
 WORD = 32  # bits of a word of packed weights
-# Bits of a weight, and weights that share a scale, in MLX's modes and in plain float32 matrices.
+# A mode's bits of a weight, and numbers of weights that share a scale. ``float`` is plain float32.
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side.
-# These rows lie far apart: a processor prefetches each of several streams that it reads in order.
+# Rows of weights are far apart: a processor prefetches each of several streams it reads in order.
 # Two cores of a Xeon read weights from memory at 29 GB/s if a task takes four rows that lie far
 # apart, and at 16 GB/s if it takes two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
@@ -129,7 +129,7 @@ class Matrices:
         return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
-        """Multiply packed rows with several matrices into y ``[n, N]``, whose rows may be apart."""
+        """Multiply packed rows with several matrices into y ``[n, N]``; y's rows may be apart."""
         if y.shape[1] != self.outputs:
             raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
@@ -201,7 +201,7 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 
 
 class _Packer(Code):
-    """Packs rows x in the order of ``Packed``, in blocks of L * n inputs: those of L words."""
+    """Packs rows x in the order of ``Packed``, in blocks of L * n inputs, as L words have."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"
@@ -286,8 +286,7 @@ class _Product(Code):
 
                 self.in_groups(I64(0), rows_of_x, ROWS, group)
 
-            # ``loop`` makes whole steps only. A larger end adds a last tile, for the rows that
-            # remain.
+            # ``loop`` makes whole steps only: a larger end adds a tile for the rows that remain.
             self.loop(start, self.add(last, self.b.sub(size, I64(1))), size, tile)
             return work(i, held)
 
@@ -355,7 +354,7 @@ class _Product(Code):
         if self.bits == 4 and self.L == 16:
             values = [*E2M1, *(-v for v in E2M1)] if self.mode == "mxfp4" else map(float, range(16))
             table = ir.Constant(self.floats, list(values))
-            return self.b.call(self._look_up, [table, shifted])  # this uses only the low four bits
+            return self.b.call(self._look_up, [table, shifted])  # uses only the low four bits
         if self.mode == "mxfp4":
             return self._e2m1(shifted)
         return self.b.uitofp(self.b.and_(shifted, self._all(2**self.bits - 1)), self.floats)

@@ -1,7 +1,7 @@
 """What a block computes between its products, row by row: norms, gates, convolutions, the router.
 
-Functions take and give float32 arrays of numpy. A row's result depends on no other row and not on
-how many threads there are, so a text may be divided into passes in any way.
+Functions take and give float32 arrays of numpy. The numbers of rows and of threads do not change a
+row's result, so a text may be divided into passes in any way.
 """
 
 from functools import reduce
@@ -44,7 +44,7 @@ def _places(a):
 def gated(
     gate: np.ndarray, x: np.ndarray, silu: bool = True, out: np.ndarray | None = None
 ) -> np.ndarray:
-    """Multiply rows x ``[n, D]`` with the ``silu`` of a gate ``[n, D]``, or with its sigmoid."""
+    """Multiply rows x ``[n, D]`` with the silu (else the sigmoid) of ``gate [n, D]``."""
     check(gate.shape, x=x)
     (n, D), y = x.shape, empty(*x.shape) if out is None else out
     numbers = address(gate), gate.strides[0] // 4, address(x), x.strides[0] // 4, address(y), n
@@ -69,7 +69,7 @@ def convolve(before: np.ndarray, x: np.ndarray, taps: np.ndarray) -> tuple[np.nd
 def gates(
     a: np.ndarray, b: np.ndarray, decay: np.ndarray, bias: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """g and beta of a gated delta rule, from a, b ``[n, Hv]``, exp(``A_log``) and bias ``[Hv]``."""
+    """Return g and beta ``[n, Hv]`` of a gated delta rule; ``decay [Hv]`` is exp(``A_log``)."""
     check(a.shape, b=b)
     g, beta = empty(*a.shape), empty(*a.shape)
     numbers = *map(address, (a, b, decay, bias, g, beta)), a.shape[-1], a.size
@@ -93,9 +93,9 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
 
 
 def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
-    """Sum up rows of experts ``[n * K, D]``, times scores ``[n, K]``, and two more rows ``[n, D]``.
+    """Sum up each token's K rows of ``experts [n * K, D]``, times ``scores [n, K]``: ``[n, D]``.
 
-    The two are ``add``, and ``shared`` (the shared expert's) times the sigmoid of ``gate [n, 1]``.
+    Also add ``add [n, D]``, and ``shared [n, D]`` times the sigmoid of ``gate [n, 1]``, if given.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
@@ -111,14 +111,14 @@ def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> None:
     """Rotate the first R numbers of rows x ``[n, H, D]`` in place; cos, sin ``[n, R / 2]``."""
     (n, H, D), half = x.shape, cos.shape[-1]
     if 2 * half > D:
-        raise ValueError(f"rotary positions: expected at most {D} of a head, got {2 * half}")
+        raise ValueError(f"rotary positions: expected at most the {D} of a head, got {2 * half}")
     kernel = kernel_of(_Rotation, lanes(half), half)
     numbers = *_places(x), address(cos), address(sin), H, n * H
     team.run(kernel, *numbers, pieces=team.pieces(4 * n * H * half, n * H))
 
 
 class _Norm(Code):
-    """Norms of rows. x1 is the distance between x's groups, x2 that between a group's rows."""
+    """Norms of rows. x1 is the distance between groups of x, x2 between the rows of a group."""
 
     form = "D eps scale has_weight has_add has_gate"
     signature = "*x x1 x2 *y y1 y2 *gate g1 g2 *weight *add H rows"
@@ -198,7 +198,7 @@ class _Convolution(Code):
             past, now = self.mul(self.mul(i, w), C), self.mul(self.mul(i, T), C)
 
             def row(t):
-                """Return the address of row t of ``before`` and x, one after the other."""
+                """Return the address of row t, counted through ``before`` and then through x."""
                 back = b.icmp_signed("<", t, I64(w))
                 earlier = b.gep(before, [self.add(past, self.mul(t, C))])
                 later = b.gep(x, [self.add(now, self.mul(b.sub(t, I64(w)), C))])
@@ -233,7 +233,7 @@ class _Convolution(Code):
 
 
 class _Gates(Code):
-    """The gates of n numbers, one after another."""
+    """Computes g and beta, one number after another."""
 
     signature = "*a *b *decay *bias *g *beta H n"
 
@@ -254,7 +254,7 @@ class _Gates(Code):
 
 
 class _Router(Code):
-    """The K largest of E logits, sorted, and their scores."""
+    """Finds the K largest of E logits, sorted, and computes their scores."""
 
     form = "E K normalize"
     signature = "*logits experts *scores rows"
@@ -309,7 +309,7 @@ class _Router(Code):
 
 
 class _Combination(Code):
-    """Sums of K experts' rows, times their scores, and of the two rows that may be added."""
+    """Sums up K experts' rows, times their scores, and the rows that ``combine`` may add."""
 
     form = "D K has_add has_shared has_gate"
     signature = "*experts *scores *add *shared *gate *y rows"

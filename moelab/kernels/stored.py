@@ -20,7 +20,7 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def load(name: str) -> bytes | None:
-    """The object code of a kernel; None if there is none, a damaged one, or another user's."""
+    """The object code of a kernel; None if its file is missing, damaged or another user's."""
     try:
         with open(_file(name), "rb", opener=_at_once) as file:
             found = os.fstat(file.fileno())
@@ -33,7 +33,7 @@ def load(name: str) -> bytes | None:
 
 
 def save(name: str, code: bytes) -> None:
-    """Keep object code for later processes, if that is possible."""
+    """Store object code for later processes. Do nothing if that is not possible."""
     with suppress(OSError, RuntimeError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         with written(_file(name)) as beside:
@@ -42,7 +42,7 @@ def save(name: str, code: bytes) -> None:
 
 
 def folder() -> Path:
-    """The files' folder. A relative ``XDG_CACHE_HOME`` is ignored, as its specification says."""
+    """The files' folder. A relative ``XDG_CACHE_HOME`` is ignored, as XDG's standard says."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
     caches = caches if caches.is_absolute() else Path.home() / ".cache"
     return caches / "moelab" / "kernels"

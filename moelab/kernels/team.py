@@ -2,7 +2,7 @@
 
 Handing work to a Python thread takes 7 to 12 us, to the team 1.5 us (two cores of an AMD EPYC).
 The caller and the threads take one piece of a kernel's work after another. A thread without work
-looks for some for ``SPIN_S``, then it sleeps. Other callers meanwhile compute alone.
+looks for work for ``SPIN_S`` seconds, then sleeps. If the team is busy, a caller computes alone.
 """
 
 import atexit
@@ -91,7 +91,7 @@ class Program:
         self._sequence(ctypes.addressof(self._table), len(self._calls))
 
     def _link(self):
-        """Make a table of functions and arguments; a call in pieces calls ``Team.lead``."""
+        """Make a table of functions and arguments; a call in several pieces calls ``Team.lead``."""
         team, rows, self._leads = _team(), [], []
         for kernel, arguments, pieces in self._calls:
             if pieces > 1 and team is not None:
@@ -105,7 +105,7 @@ class Program:
 
 
 def put(places: list[tuple[ctypes.Array, int]], a: np.ndarray) -> None:
-    """Let a program compute with array a at ``Program.places``. The caller keeps ``a`` alive."""
+    """Write the address of ``a`` to the ``places`` of a program. The caller keeps ``a`` alive."""
     for arguments, i in places:
         arguments[i] = code.address(a)
 
@@ -140,7 +140,7 @@ class Team:
         """Wake the threads that sleep."""
         if self._awake.value < len(self._beds):
             for bed in self._beds:
-                with suppress(RuntimeError):  # another caller has woken it
+                with suppress(RuntimeError):  # another caller has woken this thread
                     bed.release()
 
     def end(self) -> None:
@@ -173,7 +173,7 @@ class _Shared(Code):
         b = self.b
         self.team, self.spins = self.pointer(self.arguments[0], I64), b.alloca(I64)
         b.store(I64(0), self.spins)
-        # The instruction that tells a processor that a thread only waits; None if it has none.
+        # A processor's instruction which says that a thread only waits; None if it has none.
         name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
         kinds, self._hint = [I32] * len(hint), [I32(n) for n in hint]
         self._pause = name and self._declare(name, ir.VoidType(), kinds)
@@ -210,7 +210,7 @@ class _Shared(Code):
         self.b.position_at_end(after)
 
     def take(self):
-        """Compute the job's next piece if no other thread takes it; return whether one was left."""
+        """Compute the job's next piece if no other thread takes it. Return whether one was left."""
         b = self.b
         job, mask = self.read(JOB), I64(MOST_PIECES)
         pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)
@@ -223,7 +223,7 @@ class _Shared(Code):
         return there
 
     def rest(self):
-        """Pause, count it in ``spins``, and now and then let another thread have the core."""
+        """Pause, add 1 to ``spins``, and now and then let another thread have the core."""
         b = self.b
         if self._pause:
             b.call(self._pause, self._hint)
@@ -287,7 +287,7 @@ class _Serve(_Shared):
 
 
 class _Sequence(Code):
-    """Calls n functions of a table: the addresses of each and of its arguments."""
+    """Calls n functions. A table has the address of each function and of its arguments."""
 
     signature = "table n"
 

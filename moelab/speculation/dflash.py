@@ -1,7 +1,7 @@
-"""DFlash: a small bidirectional transformer that drafts a block at once from the target's layers.
+"""DFlash: a small bidirectional transformer drafts a block at once from outputs of target layers.
 
 Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036). z-lab's
-published drafts load as they are. In shapes, b is the block size, n the number of target layers.
+published drafts load as they are. In shapes, b is the block size, n the number of layers read.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ from ..prompt import vocabulary
 from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
-# While nothing is drafted, the features of at most this many tokens wait; a draft reads this many
-# at once. Features of 4,000 tokens would take 70 MB, and 150 MB more while the draft reads them.
+# When features of this many tokens wait, the draft reads them. It reads at most this many at once.
+# Features of 4,000 tokens would take 70 MB, and 150 MB more while the draft reads them.
 QUEUED_TOKENS = 128
 
 SIZES = (
@@ -81,7 +81,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target's layers that a draft reads by default: spread from 1 to L - 3, or only L // 2."""
+    """The target layers that a draft reads by default: spread over 1 to L - 3, or only L // 2."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -112,7 +112,7 @@ class DFlashModel(nn.Module):
         return [KVCache() for _ in self.layers]
 
     def extend(self, features: mx.array, cache: list) -> None:
-        """Put T tokens' features ``[B, T, n * D]`` into the cache; the caller evaluates it."""
+        """Put T tokens' features ``[B, T, n * D]`` into the cache, unevaluated."""
         context = self.hidden_norm(self.fc(features))
         for layer, c in zip(self.layers, cache):
             a, heads = layer.self_attn, (*context.shape[:2], self.args.num_key_value_heads, -1)
@@ -140,8 +140,8 @@ class DFlashDraft:
 
     It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
     its target's dtype. If a target has the fast kernels, the draft gets them too and keeps them.
-    ``block_size`` is that of its training, the last accepted token included. For the methods see
-    ``drafts.Draft``.
+    ``block_size`` is that of the draft's training; it counts the last accepted token, too. For the
+    methods see ``drafts.Draft``.
 
     Args:
         path_or_hf_repo (str or Path): The folder or Hub repository of a draft in z-lab's format.
@@ -199,7 +199,7 @@ class DFlashDraft:
         if not n:
             mx.eval([c.state for c in self.cache])
             return mx.array([], mx.uint32)
-        # Always a whole block, as in the draft's training: more masks cost next to nothing.
+        # Draft a whole block, as in the draft's training: more masks cost next to nothing.
         block = mx.array([[last] + [self.model.args.mask_token_id] * (self.block_size - 1)])
         hidden = self.model(self._embed(block), self.cache)
         if (self.cache[0].offset + self.block_size - 1) % KVCache.step < self.block_size:
@@ -218,10 +218,10 @@ class DFlashDraft:
 
 
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
-    """Load a draft's network and weights; CheckpointError: the files are no DFlash draft's."""
+    """Load a draft's network and weights; CheckpointError if the files are no DFlash draft's."""
     check_fork()
     expected = f"{path_or_hf_repo}: expected a DFlash draft and the weights of its config.json, got"
-    remedy = "Download it again, or give another; a language model goes to ModelDraft."
+    remedy = "Download it again, or give another draft. A language model needs ModelDraft."
     with readable(expected, remedy):  # wrong types and sizes raise many types of errors
         path = Path(mlx_lm_utils._download(str(path_or_hf_repo)))
         files = sorted(path.glob("model*.safetensors"))

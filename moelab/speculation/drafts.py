@@ -1,4 +1,4 @@
-"""The protocol of drafts, which guess the target's next tokens, and two drafts without training."""
+"""The protocol of drafts, which guess the target's next tokens, and two that need no training."""
 
 import weakref
 from collections import deque
@@ -225,7 +225,7 @@ class BoundDraft:
             self._draft.extend(tokens, features)
 
     def catch_up(self) -> list:
-        """Let the draft read all tokens that it was told; return the draft's cache."""
+        """Let the draft read all tokens that it was told of; return the draft's cache."""
         self.propose(0, 0, None)
         return self._draft.cache
 

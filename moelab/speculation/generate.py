@@ -46,7 +46,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # drafted tokens that the target chose too, without its own next token
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # seconds of the verify pass; without drafts: until the last token came
+    verify_s: float = 0.0  # seconds of the verify pass; without drafts: until a token came
 
 
 @dataclass
@@ -194,7 +194,7 @@ class _Proposal:
     begin: float
     asked: int
     guesses: list[int]
-    missed_s: float  # seconds in which the draft read the tokens decoded without it
+    missed_s: float  # seconds in which the draft read tokens decoded without drafts
     draft_s: float  # seconds until the guesses were there, ``missed_s`` included
 
 
@@ -205,7 +205,7 @@ class _Rounds:
         self._target, self._draft = target, target.draft
         self._chooser, self._policy = chooser, policy
         # The newest token [1], accepted but not yet in the target's cache, and the rest of its
-        # tuple (log probabilities, from_draft, round), or None once that was yielded.
+        # tuple (log probabilities, from_draft, round); None after the tuple was yielded.
         self._last, self._pending = last, None
         self._left = max_tokens if max_tokens >= 0 else float("inf")
         self._number = 0  # the round's number
@@ -352,7 +352,7 @@ class _Target:
         self._read = None
 
     def finish(self, unread: mx.array | None) -> None:
-        """Keep in the caches the tokens that the caller took, and read ``unread`` [1], if any."""
+        """Keep the tokens that the caller took in the caches; then read ``unread``, if given."""
         if self._read is not None:
             self.keep(self.accepted)
         if self._given is None:

@@ -34,7 +34,7 @@ from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
 # Families whose head has tensors ``mtp.*`` (norms may be stored as weight - 1), and families whose
-# head is layer L.
+# head is stored as layer L.
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 NEXTN = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 # The families' names of a head's parts, and the names that ``Head`` gives them.
@@ -57,8 +57,7 @@ class Head:
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
-        # Keep the trunk, since a search takes 0.3 ms; in ``__dict__`` it is not a second child
-        # module.
+        # Keep the trunk: a search takes 0.3 ms. In ``__dict__`` it is no second child module.
         self.__dict__["trunk"] = trunk
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():
@@ -82,7 +81,7 @@ class Head:
         return self.trunk(self.fc(mx.concatenate(both, axis=-1)), cache)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return the head's weights among those of the files, by parameter name."""
+        """Return those weights of the files that are the head's, by parameter name."""
         path, prefix, norms, own = _trunk(self)[0], self.stored.prefix, {}, {}
         for name, w in weights.items():
             if not name.startswith(prefix):
@@ -109,12 +108,12 @@ class Head:
 
 
 def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
-    """Return path and module of the part of an mlx-lm model with its embedding and layers."""
+    """Return path and module of the part of an mlx-lm model that has embedding and layers."""
     return next((p, m) for p, m in model.named_modules() if "embed_tokens" in m and "layers" in m)
 
 
 def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
-    """Whether a norm's values are its weight - 1: some converters add the 1 to some norms."""
+    """Whether a norm is stored as weight - 1: some converters add the 1 to some norms only."""
     w = norms[name].astype(mx.float32)
     mean, least = w.mean().item(), (m for part, m in LEAST_MEAN.items() if part in name)
     if (w < 0).mean().item() > 0.02:  # hardly any weight is negative
@@ -131,7 +130,7 @@ def is_head(config: dict) -> bool:
 
 
 def _stored(path: Path, config: dict) -> SimpleNamespace:
-    """Find where a head is and how it is stored; CheckpointError: there is no known head."""
+    """Find where a head is and how it is stored; CheckpointError if no known head is there."""
     text, family = config.get("text_config", config), config.get("model_type")
     if is_head(config):
         family = "qwen3_5_moe" if text.get("num_experts") else "qwen3_5"
@@ -178,7 +177,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         if "text_config" in config:
             changes = {"text_config": config["text_config"] | ONE_LAYER}
         if "quantization" in config or "quantization_config" not in config:
-            # config.json names single modules otherwise; mlx-lm infers their bits from shapes.
+            # config.json has other names for single modules; mlx-lm infers their bits from shapes.
             said = config.get("quantization", {"group_size": 64, "bits": 4})
             changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 
@@ -256,7 +255,7 @@ class MTPDraft:
             trim_prompt_cache(self.cache[:-1], self._guessed - 1)
         if self._guessed:
             self._count(tokens.size)
-        # Without a hidden state, the first token was read with the guesses, or begins the text.
+        # If no hidden state waits, the first token was read with the guesses, or begins the text.
         self._tokens.append(tokens if self._hidden else tokens[1:])
         self._hidden.append(features)
         self._guessed = 0

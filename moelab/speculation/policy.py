@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft. It avoids numpy, which took 1.3% of tiny-moe's CPU time."""
+"""Decides how many tokens to draft, without numpy, which took 1.3% of tiny-moe's CPU time."""
 
 from bisect import bisect_left
 from collections import deque
@@ -23,7 +23,7 @@ PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
 # Until a verify pass is measured, a pass's second and later positions are taken to cost 0.65 times
 # a prompt's position each. If no prompt was timed, each costs a third of an undrafted token.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
-MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: most of it is fixed cost
+MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: their cost is mostly fixed
 NUM_TIMES = 16  # latest times, of which a median or minimum is taken
 NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or positions
 
@@ -119,7 +119,7 @@ class Policy:
         self.lost_s += missed_s + draft_s + verify_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """Choose 0 to ``most`` tokens to draft, if the draft first reads ``missed`` tokens."""
+        """Choose how many tokens to draft, at most ``most``; the draft first reads ``missed``."""
         if self._rounds >= self._refresh:
             self._rounds = -REFRESH_TOKENS
             self._refresh = min(2 * self._refresh, REFRESH_ROUNDS[1])
@@ -170,7 +170,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # If one number was timed, its times count for all: a block draft takes one pass for any.
+        # If one number was timed, its times count for all: a block is one pass of any length.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:

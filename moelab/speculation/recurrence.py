@@ -42,7 +42,7 @@ RECURRENCES = {
 
 
 class Tape:
-    """A recurrent layer's work in one pass; gives its cache after any number of the tokens."""
+    """A recurrent layer's work in one pass: gives the layer's cache after the first n tokens."""
 
     def __init__(self, cache: ArraysCache):
         self.cache = cache
@@ -177,7 +177,7 @@ class Recorder:
     def install(self) -> None:
         """Begin to record."""
         if self._is_block:
-            object.__setattr__(self.layer, "recorder", self)  # ``Watched`` must not see it
+            object.__setattr__(self.layer, "recorder", self)  # ``Watched`` must not notice
         else:
             self._install_hooks()
 
@@ -245,7 +245,7 @@ def recording(recorders: list[Recorder], keep_states: bool):
 
 
 def recorders(model: nn.Module) -> list[Recorder]:
-    """Make a recorder for each recurrent layer of mlx-lm: an innermost module with a cache."""
+    """Make recorders for mlx-lm's recurrent layers: the innermost modules that have a cache."""
     found = {path: m for path, m in model.named_modules() if path and _is_recurrent(m)}
     if any(unhooked(m).__module__.startswith("mlx_vlm.") for m in found.values()):
         return []  # mlx-vlm's recurrences change the cache themselves
@@ -254,7 +254,7 @@ def recorders(model: nn.Module) -> list[Recorder]:
 
 
 def _contiguous(x):
-    """Copy an array, numpy's at once: MLX would copy it only when it computes the next token."""
+    """Make an array contiguous. numpy's is copied now: MLX would copy it with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

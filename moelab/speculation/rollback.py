@@ -7,8 +7,9 @@ text. ``Rollback`` has three strategies to get the state after fewer tokens:
     replay    keep the recurrence's inputs, and run it alone, without weights and experts
     states    keep the state after every token (but ``kernels.gated_delta`` uses replay)
 
-``states`` costs memory, and time for Mamba 2 and on Metal, where tokens are computed together.
-``auto`` replays on Metal or above ``STATES_NBYTES``, and restores an unknown recurrence.
+``states`` costs memory, and for Mamba 2 and on Metal time: mlx-lm computes tokens together there.
+``auto`` restores if a recurrence is unknown, replays on Metal or above ``STATES_NBYTES``, and else
+keeps states.
 """
 
 from contextlib import contextmanager
@@ -79,12 +80,12 @@ class Rollback:
 
     @property
     def undoable(self) -> int:
-        """Tokens read since the last commit."""
+        """The number of tokens read since the last commit."""
         return sum(p.num_tokens for p in self._passes)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the tapes hold until the next commit."""
+        """The bytes that the tapes hold until the next commit."""
         held = [a for p in self._passes for tape in p.tapes.values() for a in tape.arrays()]
         return sum({id(a): a.nbytes for a in held}.values())
 

@@ -1,4 +1,4 @@
-"""The kernels of attention and of the recurrence against MLX's, and against themselves."""
+"""Attention and recurrence are near MLX's, and have the same bits in passes of any length."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""Blocks that compute in one piece, and what makes them compute as mlx-lm does."""
+"""Blocks that the kernels compute as a whole, and what makes mlx-lm compute them."""
 
 import copy
 import functools
@@ -125,7 +125,7 @@ PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_ex
 
 @pytest.mark.parametrize("part, step", [*PARTS, ("", 4)])
 def test_hooks_see_every_call(part, step, load):
-    """A layer with a hook around it, as a draft sets one, keeps its recorded pass and its bits."""
+    """A hook around a whole layer, such as a draft's, leaves its recorded pass and its bits."""
     model, seen = load("qwen3_5_moe"), []
     want, layer = logits(model, step=step), model.layers[0]
     module, record = layer, layer._passes[step]
@@ -171,7 +171,7 @@ def test_what_a_library_replaces_is_called(mode, family, of, name, load, monkeyp
 
 
 def taken_back(model, strategy, wrong):
-    """Return the logits of passes whose wrong tokens are taken back, and the most states kept."""
+    """Return logits of passes whose wrong tokens are taken back, and the most memory, in states."""
     cache, got, most = make_prompt_cache(model), [], 0
     rollback = Rollback(model, cache, strategy)
     for i in range(0, TOKENS.shape[1], 2):
@@ -187,7 +187,7 @@ def taken_back(model, strategy, wrong):
 @pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
 def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
-    """Meanwhile ``Rollback`` keeps less memory than a state for each token would take."""
+    """``Rollback`` keeps less memory than a state for each of the 5 tokens would take."""
     model = load(family)
     want = logits(model)
     got, states = taken_back(model, strategy, [90, 91, 92])

@@ -1,6 +1,7 @@
 """What a model's caller hands to native code: caches, inputs and parameters of any layout and size.
 
-Each case is drawn from its number. The fast kernels give what MLX's give, or one error. For more:
+Each case is drawn from its number. The fast kernels give what MLX's give, or one error. For more
+cases:
 
     MOELAB_FUZZ=2000 python -m pytest tests/kernels/test_handed_over.py
 """
@@ -96,7 +97,7 @@ def with_arrays(caches, arrays):
 
 
 def drawn(number, pairs):
-    """A case: models, caches, arrays, passes, changed parameters, and all changes in words."""
+    """Draw a case: models, caches, arrays, passes, changed parameters, and all changes in words."""
     draw = random.Random(number)
     family = draw.choice(FAMILIES)
     fast, mlx, caches = pairs[family]

@@ -1,4 +1,4 @@
-"""Models with the kernels of ``moelab/kernels``: near mlx-lm's, and equal among themselves."""
+"""With ``moelab/kernels`` a model's logits are near mlx-lm's, and equal in every mode."""
 
 import dataclasses
 import zlib
@@ -57,7 +57,7 @@ FORMS += [dict(mode="mxfp4", bits=4, group_size=32), {}]
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts(form, tokens, bias):
-    """Experts with a bias are computed by projection, others in one call, each token for itself."""
+    """A bias lets experts compute by projection, not in one call. No token depends on another."""
     layer = quantize(SwitchGLU(64, 128, 8, bias=bias), **form)
     x, indices = normal(1, tokens, 64), chosen(tokens)
     want = use(layer, x, indices)
@@ -139,7 +139,7 @@ def test_what_does_not_fit_goes_the_way_of_mlx(monkeypatch):
     want = nn.QuantizedLinear.__call__(fast.layers[0], x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
-    monkeypatch.undo()  # ``small_matrices`` ends: small matrices, and all on macOS, are MLX's
+    monkeypatch.undo()  # from here on MLX computes small matrices, and all on macOS
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
     assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
     monkeypatch.setattr(modules, "HERE", Mac())

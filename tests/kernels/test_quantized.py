@@ -1,4 +1,4 @@
-"""The kernels against the product of the dequantized matrix, and against themselves."""
+"""Products are near those of dequantized matrices, and depend on no other row or thread."""
 
 import mlx.core as mx
 import numpy as np
@@ -55,7 +55,7 @@ def multiply(made, x, experts=(0,), first=None):
 
 @pytest.fixture(params=(16, 8))
 def widest(request, monkeypatch):
-    """Processors with wide vectors and others."""
+    """How many numbers a processor's vector holds."""
     if request.param > code.widest():
         pytest.skip("this processor has no vectors of 16 numbers")
     monkeypatch.setattr(code, "widest", lambda: request.param)

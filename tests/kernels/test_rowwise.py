@@ -1,4 +1,4 @@
-"""What blocks compute between products: near MLX's, and the same bits however work is divided."""
+"""What blocks compute between products is near MLX's. How work is divided changes no bit."""
 
 import functools
 
@@ -50,7 +50,7 @@ def test_exponentials_over_the_range_of_float32():
     x = np.linspace(-103, 88.7, 50_000, dtype=np.float32)[None]
     want = x.astype(np.float64) / (1 + np.exp(-x.astype(np.float64)))
     got = rowwise.gated(x, np.ones_like(x)).astype(np.float64)
-    whole = x > -88.7  # below, e**-x is inf and the result 0, with MLX too
+    whole = x > -88.7  # below this e**-x is inf and the result 0, with MLX too
     assert (np.abs(got - want) <= 4e-7 * np.abs(want))[whole].all()
     assert np.abs(got[~whole]).max() < 1e-36
     assert np.isnan(rowwise.gated(np.full((1, 4), np.nan, np.float32), normal(1, 4))).all()

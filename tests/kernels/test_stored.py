@@ -51,7 +51,7 @@ def test_no_interrupt_is_lost_on_the_way_to_mlx():
         came += 1
         raise KeyboardInterrupt
 
-    def convert(n):  # a function: in Python 3.13 no ``try`` covers the jump back of its own loop
+    def convert(n):  # a function: in Python 3.13 a ``try`` does not cover its own loop's jump
         signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-5, 3e-4))
         while came == n:
             assert code.to_mlx(a).dtype == mx.float32
@@ -103,13 +103,13 @@ REPLACED = {
 
 @pytest.mark.parametrize("how", REPLACED)
 def test_a_damaged_file_is_replaced(folder, compiled, how, in_time):
-    """So is a file that others may write to. No FIFO is waited for, no device read without end."""
+    """A file that others may write to is replaced, too. No FIFO or device makes a process wait."""
     want = pack()
     (file,) = folder.iterdir()
     whole = file.read_bytes()
     REPLACED[how](file, whole)
     assert pack() == pack() == want
-    if file.is_dir():  # it cannot be replaced
+    if file.is_dir():  # a folder is not replaced
         assert len(compiled) == 3
     else:
         assert len(compiled) == 2 and file.read_bytes() == whole

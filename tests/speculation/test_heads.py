@@ -1,6 +1,6 @@
 """Drafts that read the target's states: DFlash against numpy, and models' own heads (MTP).
 
-Tested are their equations against others' code, their caches, and texts with the trained drafts.
+The tests compare their equations with others' code, and check caches and texts of trained drafts.
 """
 
 import json
@@ -36,7 +36,7 @@ from moelab.speculation.target import Capture
 
 
 def reference(w, block, features, window):
-    """The paper's draft in float64 numpy, no cache: block [b, D] after features [T, n * D]."""
+    """The paper's draft in numpy float64, without cache: block [b, D] after features [T, n * D]."""
 
     def norm(x, name):
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * w[f"{name}.weight"]
@@ -47,7 +47,7 @@ def reference(w, block, features, window):
     def heads(x, name, num_heads):
         return linear(x, name).reshape(len(x), num_heads, d)
 
-    def rope(x, at):  # [T, H, d], the token at each place
+    def rope(x, at):  # x [T, H, d], and each row's position
         half = d // 2
         angles = at[:, None, None] * 10000.0 ** (-np.arange(half) / half)
         z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -81,7 +81,7 @@ def test_equals_the_paper(tmp_path, chunks, fast, small_matrices):
     w = write_draft(tmp_path)
     model = load_model(tmp_path)
     model.set_dtype(mx.float32)
-    if fast:  # blocks in one piece, though these matrices are small
+    if fast:  # whole blocks, though these matrices are small
         kernels.use(model)
         blocks = kernels.blocks_of(model)
         assert blocks == {"Attention": 3, "TransformerBlock": 3}
@@ -155,7 +155,7 @@ def test_drafts_that_do_not_fit_and_folders_without_one(changes, of_target, mess
 
 @pytest.mark.parametrize("name", ["tiny-mtp", "tiny-dflash", "tiny-draft"])
 def test_scales_wider_than_their_layer(name, tmp_path):
-    """Such a head is refused, packed or not: mlx-lm would divide by 0, which ends the process."""
+    """Such a draft is refused, packed or not: mlx-lm would divide by 0, which ends the process."""
     path = shutil.copytree(MODELS / name, tmp_path / name)
     file, told = str(path / "model.safetensors"), path / "config.json"
     if name == "tiny-dflash":  # quantized as mlx-lm does
@@ -199,7 +199,7 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
 def test_acceptance_and_the_targets_own_text(name, n, least):
-    """On held-out code: the text without drafts, and tau far above an untrained draft's 1.0."""
+    """Held-out code: the target's own text, and a tau far above 1.0, that of an untrained draft."""
     model, draft = trained(kernels="auto"), open_draft(MODELS / name)
     accepted = []
     for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
@@ -220,10 +220,10 @@ def written(i, tokens, kernels):
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 @pytest.mark.parametrize("i", range(2 if FAST else 5))
 def test_greedy_text_at_every_block_size(name, mode, kernels, i):
-    """Block sizes count the token before the drafts.
+    """A block counts the token before the drafts, too.
 
-    MLX's kernels may choose another token only if two tie within 1e-4. The fast kernels may choose
-    no other.
+    With MLX's kernels a token may differ only if its logit ties with the expected one within 1e-4.
+    With the fast kernels none may.
     """
     tokens = 24 if FAST else 100
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
@@ -291,7 +291,7 @@ def in_original_form(name, weights):
 
 
 def same(head, expected, D):
-    """Whether a head gives what ``expected(embedded, hidden)`` does, read in two parts."""
+    """Whether a head, called on three parts, gives what ``expected(embedded, hidden)`` does."""
     mx.random.seed(2)
     embedded, hidden = mx.random.normal((1, T, D)), mx.random.normal((1, T, D))
     cache, wanted = make_prompt_cache(head), expected(embedded, hidden)
@@ -321,7 +321,7 @@ def test_a_head_of_qwen_computes_as_in_mlx_vlm(name, tmp_path):
 
 @pytest.mark.parametrize("name", NEXTN)
 def test_a_head_in_the_layer_after_the_last(name, tmp_path):
-    """Against the family's own model with one layer more, of which the last is the head's."""
+    """A head computes as the last layer of the family's own model with one layer more."""
     model, config = build(name)
     L, D, args = config["num_hidden_layers"], config["hidden_size"], model.args
     _, args_class = model_classes(config)
@@ -398,7 +398,7 @@ def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
 # The trained head
 
 
-WITH, LESS_1 = "nothing", "norm"  # names of the norms that are stored less 1
+WITH, LESS_1 = "nothing", "norm"  # patterns of the norms that are stored less 1
 STORED = {  # tiny-mtp, 4 bits, as others store it: model_type, prefix, norms less 1
     "as it is": ("qwen3_5_mtp", "", WITH),
     "alone, raw": ("qwen3_5_mtp", "", LESS_1),

@@ -17,8 +17,8 @@ from moelab.speculation.policy import Policy
 class World:
     """Simulated costs, in units of a token without drafts, and acceptance.
 
-    A verify pass costs 1 + ``fixed`` + ``each`` per further position (fewer once the experts
-    saturate), n drafts ``block`` + n ``one``, a token that the draft has missed ``miss``.
+    A verify pass costs 1 + ``fixed``, and ``each`` for each further position (less once the experts
+    saturate). n drafts cost ``block`` + n ``one``. A token that the draft missed costs ``miss``.
     """
 
     accept: float
@@ -46,7 +46,7 @@ class World:
         return 1 + self.noise * self.rng.standard_exponential()
 
     def run(self, policy, num_tokens):
-        """Seconds for so many tokens."""
+        """Return the time that ``num_tokens`` tokens take."""
         spent, made, since, before = 0.0, 0, 0, False
         while made < num_tokens:
             n, slower = policy.choose(since), 1 + self.cold * np.exp(-made / 25)
@@ -68,13 +68,13 @@ class World:
         return spent
 
     def best(self):
-        """The expected speed with the best fixed number of drafts, over that without drafts."""
+        """The expected speed with the best fixed number of drafts, over the undrafted speed."""
         tokens = np.cumsum([self.accept**i for i in range(17)])
         return max(tokens[n] / (self.verify_s(n + 1) + self.draft_s(n)) for n in range(1, 17))
 
 
 def speed(world, num_tokens, policy=None):
-    """Tokens of a text in the time of one token without drafts."""
+    """Return how many tokens of a text take the time of one token without drafts."""
     policy = policy or Policy()
     policy.begin(num_tokens)
     return num_tokens / world.run(policy, num_tokens)
@@ -147,7 +147,7 @@ class FullDepth(World):
 
 
 MISLED = {  # the world, tokens, a token's time without drafts, and what the speeds must be
-    "noise": (  # 1.2: the mean with noise; 1.02: for its spread
+    "noise": (  # 1.2: the mean of the noise; 1.02: for its spread
         partial(World, 0.3, 0.8, 0.3, 0.1, noise=0.2), 1000, 1,
         lambda speeds: min(speeds) >= 1 / (1.03 * 1.2 * 1.02),
     ),

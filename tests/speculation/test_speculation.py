@@ -63,7 +63,7 @@ def test_greedy_tokens_are_the_targets(name):
     ],
 )
 def test_the_same_seed_writes_the_same_text(sampling, processing):
-    """With any sampler and processors, token for token what mlx-lm writes without a draft."""
+    """With any sampler and processors the text is what mlx-lm writes without a draft."""
 
     def chosen(seed, write, *args):
         mx.random.seed(seed)
@@ -134,7 +134,7 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
 
 
 def test_no_pass_reads_past_where_a_cache_is_quantized():
-    """With 2 bits a token's probabilities show whether the cache was quantized when it was read."""
+    """With 2 bits a token's probabilities show whether its pass read a quantized cache."""
     model = with_wide_heads()
     kwargs = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=15, max_tokens=20)
     expected = list(generate_step(mx.array(PROMPT), model, **kwargs))
@@ -263,6 +263,6 @@ def test_streamed_counters_are_consistent(hybrid):
         assert [t for t, *_ in got] == expected
         counted = moelab.stats(model)
         drafted = [r.drafted for r in {r.number: r for *_, r in got}.values()]
-        # Every round reads `last` and its drafts. The prompt but its last token was read before.
+        # A round reads `last` and its drafts. The prompt without its last token was read before.
         read = len(PROMPT) - 1 + sum(1 + n for n in drafted)
         assert counted.prefill.tokens + counted.decode.tokens == read

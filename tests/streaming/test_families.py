@@ -1,8 +1,8 @@
 """Every mlx-lm family streams, and answers as plain mlx-lm does with every expert in memory.
 
 Each family is a tiny random checkpoint (tests/helpers/families.py) in one or more storage
-variants. Its prompt needs more experts than there are slots, so it runs in waves. The steps after
-it read the experts that they miss.
+variants. The prompt needs more experts than there are slots, so it runs in waves. The steps after
+the prompt read the experts that they miss.
 """
 
 import json
@@ -27,7 +27,7 @@ PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
 LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 NUM_STEPS = 5
 
-ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # MLX takes its tensor scale on GPUs only
+ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # MLX takes one scale for a tensor on GPUs only
 # One variant for every family, and every variant for a few of them.
 CASES = sorted(
     {(name, families.variant_of(name)) for name in families.FAMILIES.keys() - families.EXPERTS_ONLY}
@@ -49,7 +49,7 @@ def decode(model, prompt, steps):
 
 
 def assert_streams(path, prompt=PROMPT):
-    """All streamed modes against plain mlx-lm: the assertion of this file."""
+    """Every streamed mode must answer as plain mlx-lm does."""
     resident = families.load_resident(path)
     want_prompt, want_steps, want_tokens = decode(resident, prompt, NUM_STEPS)
     assert np.isfinite(want_prompt).all() and np.ptp(want_steps) > 0, "it must say something"
@@ -100,7 +100,7 @@ def test_family_streams(name, variant, stored):
 @pytest.mark.parametrize("name", sorted(families.EXPERTS_ONLY))
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, stored):
-    """mlx-lm needs Metal for the rest of these models: their experts alone give the same answer."""
+    """mlx-lm needs Metal for the rest of these models, so only their experts are compared."""
     path = stored(name, variant)
     resident = families.load_resident(path)
     rng = np.random.default_rng(0)
@@ -135,10 +135,10 @@ def test_hugging_face_layout(name, tmp_path):
         assert_streams(path)
 
 
-# In turn: K = 2, K = 1, fc1/fc2, inputs [T, D].
+# Families with K = 2, with K = 1, with fc1 and fc2, and with inputs [T, D].
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"])
 def test_batches(name, stored):
-    """Any B, T and K, with MLX's kernels."""
+    """A batch of any B, T and K gives mlx-lm's logits, with MLX's kernels."""
     path = stored(name)
     resident = families.load_resident(path)
     for mode in ("stacked", "fused"):
@@ -155,7 +155,7 @@ def test_batches(name, stored):
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 @pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
 def test_experts_as_if_large(name, variant, stored, monkeypatch):
-    """Large experts are read by threads and computed in parts as they arrive: the same bits."""
+    """Large experts are read by threads and computed in parts as they arrive, to the same bits."""
     monkeypatch.setattr(layer, "PART_NBYTES", 1)
     read_in_threads(monkeypatch)
     path = stored(name, variant)
