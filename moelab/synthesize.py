@@ -19,7 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 from tokenizers import Tokenizer
 
-from .checkpoint import DTYPE_NAMES, DTYPES, header_bytes, model_classes, new_folder, readable
+from .checkpoint import model_classes, new_folder, readable
+from .checkpoint.headers import DTYPE_NAMES, DTYPES, header_bytes
 from .configs import CONFIGS, one_of
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace

@@ -455,7 +455,7 @@ def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
 
 
 CASES = int(os.environ.get("MOELAB_FUZZ", 3000))
-WORKERS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+WORKERS = code.num_threads()
 GOOD = {"same text", "as mlx-lm", "loads", "refused"}
 
 
@@ -467,8 +467,8 @@ def test_damaged_files(tmp_path):
         command = [sys.executable, fuzzing.__file__, tmp_path, *map(str, (i, WORKERS, CASES))]
         done = subprocess.run(command, capture_output=True, text=True, env=env)
         lines = [json.loads(line) for line in done.stdout.splitlines()]
-        code = done.returncode
-        assert not code, f"ended with {code} in {lines[-1:]}: {done.stderr[-2000:]}"
+        status = done.returncode
+        assert not status, f"ended with {status} in {lines[-1:]}: {done.stderr[-2000:]}"
         return [line for line in lines if "outcome" in line]
 
     with ThreadPoolExecutor(WORKERS) as threads:

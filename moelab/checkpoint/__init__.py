@@ -6,18 +6,7 @@ second layout (``packed``), in which the experts of a layer have a file of their
 
 # ruff: noqa: F401 (for other modules)
 
-from .checkpoint import (
-    FORKED,
-    Checkpoint,
-    check_config,
-    check_fork,
-    checked,
-    mlx_lm_model,
-    model_classes,
-    remedy,
-    say,
-    try_out,
-)
+from .checkpoint import FORKED, Checkpoint, mlx_lm_model, model_classes, try_out
 from .files import (
     CheckpointError,
     check_writable,
@@ -30,18 +19,5 @@ from .files import (
     shorten,
     temporary_folder,
 )
-from .headers import (
-    DTYPE_NAMES,
-    DTYPES,
-    GATE_UP,
-    MAX_DIMENSION,
-    PAGE_NBYTES,
-    ExpertTensor,
-    Tensor,
-    header_bytes,
-    merge_headers,
-    packed_header,
-    packing_order,
-    read_header,
-)
+from .headers import GATE_UP, MAX_DIMENSION, ExpertTensor, Tensor, packing_order, read_header
 from .vlm import leaves

@@ -77,9 +77,7 @@ class ExpertsInModule(FastExperts):
     def begin(self, x: mx.array, shape: tuple[int, ...]) -> "ExpertCall | None":
         """Begin a call for x ``[..., D]``, indices of ``shape``; None if the kernels do not fit."""
         found = self.matrices_for(x)
-        if found is None:
-            return None
-        return ExpertCall(found, Rows.of(x), shape, in_mlx=x.size > x.shape[-1])
+        return found and ExpertCall(found, Rows.of(x), shape, in_mlx=x.size > x.shape[-1])
 
 
 FastSwitchGLU = modules.with_mixin(ExpertsInModule, SwitchGLU)

@@ -222,12 +222,11 @@ class _Convolution(Code):
             for n in range(w):
                 of = row(self.add(T, n))
                 to = b.gep(after, [self.add(past, self.mul(C, n))])
-                self.loop(
-                    first,
-                    end,
-                    self.L,
-                    lambda c, _, of=of, to=to: self.store(self.load(of, c, self.floats), to, c),
-                )
+
+                def copy(c, _, of=of, to=to):
+                    self.store(self.load(of, c, self.floats), to, c)
+
+                self.loop(first, end, self.L, copy)
 
         self.loop(I64(0), B, 1, text)
 

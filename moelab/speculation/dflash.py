@@ -15,16 +15,9 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import qwen3
 from mlx_lm.models.cache import KVCache
 
-from ..checkpoint import (
-    check_config,
-    check_fork,
-    checked,
-    merge_headers,
-    read_header,
-    read_json,
-    readable,
-    shorten,
-)
+from ..checkpoint.checkpoint import check_config, check_fork, checked
+from ..checkpoint.files import read_json, readable, shorten
+from ..checkpoint.headers import merge_headers, read_header
 from ..prompt import vocabulary
 from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head

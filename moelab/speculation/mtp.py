@@ -15,17 +15,8 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache, trim_prompt_cache
 
-from ..checkpoint import (
-    CheckpointError,
-    check_fork,
-    checked,
-    model_classes,
-    read_header,
-    read_json,
-    readable,
-    remedy,
-    say,
-)
+from ..checkpoint import CheckpointError, model_classes, read_header, read_json, readable
+from ..checkpoint.checkpoint import check_fork, checked, remedy, say
 from ..hooks import with_globals
 from ..prompt import vocabulary
 from .dflash import QUEUED_TOKENS

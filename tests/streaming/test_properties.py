@@ -17,7 +17,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import moelab
-from moelab.checkpoint import DTYPES, read_header
+from moelab.checkpoint.headers import DTYPES, read_header
 from moelab.lab.arguments import Evicting
 from moelab.streaming.layers import expert_layers
 from moelab.streaming.model import load_model
