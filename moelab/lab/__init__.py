@@ -1,9 +1,9 @@
 """Measure the engine from outside and show what was measured. The engine does not import the lab.
 
-    lab/experiments/   what commands or several notebooks measure; cells measure the rest
-    lab/records.py     the loop of every measurement, the form of a record, its statistics
-    lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/plots/: look, sliders, pages
-    lab/*.py           instruments: decoding, page cache, memory limit, texts
+    lab/experiments/   what commands or several notebooks measure; notebooks measure the rest
+    lab/records.py     the loop of every measurement, the form and statistics of a record
+    lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/plots/: sliders and pages
+    lab/*.py           the other files are instruments: decoding, memory limit, texts
 
 Experiments import instruments and charts; instruments and charts import no experiment.
 """
@@ -19,9 +19,9 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 def preset(**sizes) -> SimpleNamespace:
     """Print and return a notebook's sizes, each ``(full, fast)`` or one value for both.
 
-    The second of a pair holds when ``MOELAB_FAST=1``.
+    With ``MOELAB_FAST=1`` the second value of a pair is taken.
     """
-    shipped("results")  # notebooks need records: without records they end here
+    shipped("results")  # a notebook needs records: without them this raises
     chosen = {
         name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()
     }

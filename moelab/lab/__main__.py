@@ -1,8 +1,8 @@
 """python -m moelab.lab NAME: scripts that make a record or pages.
 
-Each is a function of the lab that takes the words that follow the name, and returns the exit status
-or None. Only the named script's module is imported. Exit status: 1 for an error, 2 for a wrong
-command line.
+A script is a function of the lab. It takes the words that follow NAME, and returns the exit status
+or None (success). Only the named script's module is imported. Exit status: 1 for an error, 2 for a
+wrong command line.
 """
 
 import argparse
@@ -11,13 +11,13 @@ import pkgutil
 import sys
 from collections.abc import Callable
 
-SCRIPTS = {  # name: its function, what it does
-    "call": ("limit:main", "a function in this process, for ranks and memory limits"),
-    "costs": ("experiments.costs:main", "what reads, tokens and arithmetic cost, for a replay"),
+SCRIPTS = {  # a script's name: its function, its help
+    "call": ("limit:main", "call a function in this process, as ranks and memory limits need it"),
+    "costs": ("experiments.costs:main", "measure what reads, tokens and arithmetic cost"),
     "index": ("plots.pages:write_index", "write the index of a folder of pages again"),
     "pages": ("plots.pages:main", "run the notebooks and write an HTML page for each"),
-    "ranks": ("experiments.ranks:main", "experts divided over ranks of this machine"),
-    "timeline": ("experiments.timeline:main", "what runs when in a token"),
+    "ranks": ("experiments.ranks:main", "measure decoding with the experts divided over ranks"),
+    "timeline": ("experiments.timeline:main", "record what runs when in a token"),
 }
 
 

@@ -9,12 +9,12 @@ from ..commands.stream_options import check_stream_options, option_type, stream_
 from ..streaming.config import OPTIONS, SLOT_MODES, StreamConfig
 from ..streaming.residency.table import EVICTION
 
-MEASURED_SLOTS = 16  # slots="auto" would depend on the machine
+MEASURED_SLOTS = 16  # if none are given: slots="auto" would depend on the machine
 
 
 @dataclass(frozen=True)
 class Evicting(StreamConfig):
-    """A configuration whose slots evict by a policy that is measured, not by the engine's."""
+    """A configuration whose slots evict by ``policy``, not by the engine's own policy."""
 
     policy: str = "lrfu"
 
@@ -29,7 +29,7 @@ class Evicting(StreamConfig):
 
 
 def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
-    """Make an argument type for distinct items that commas divide."""
+    """Make an argument type for distinct items, separated by commas."""
 
     def items(text):
         values = [item(part.strip()) for part in text.split(",")]
@@ -49,7 +49,7 @@ def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:
-    """Parse ``"resident,fused,fused/readers=1"``: map each text to ``base`` with its fields."""
+    """Parse ``"resident,fused/readers=1"``; map each name to ``base`` with its mode and fields."""
     base, configs = base or StreamConfig(slots=MEASURED_SLOTS), {}
     for name in (part.strip() for part in text.split(",")):
         if name in configs:
@@ -57,13 +57,13 @@ def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, Stream
         mode, *settings = name.split("/")
         if not mode:
             raise ValueError(
-                f"modes: expected names divided by commas, such as resident,fused; got {text!r}"
+                f"modes: expected names separated by commas, as in resident,fused; got {text!r}"
             )
         changes = _parse_fields(name, settings)
         given = vars(base) | {"mode": mode} | changes
         config = (Evicting if "policy" in changes else type(base))(**given)
         for key in config.unused().intersection(changes):
-            raise ValueError(f"modes: {key} in {name!r} has no effect there: leave it out")
+            raise ValueError(f"modes: {key} in {name!r} has no effect: leave it out")
         configs[name] = config
     return configs
 

@@ -27,7 +27,7 @@ BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
 WIDTH = 880  # pixels of all panels together, about
 LABEL_CHARACTERS, NARROW_LABEL_CHARACTERS = 26, 15
 MOST_COLUMNS = 3
-COLORS = 6  # of ``style.COLORS``: black would hide whiskers, yellow would hide numbers
+COLORS = 6  # bars take the first six: black would hide whiskers, yellow numbers
 
 
 def bars(

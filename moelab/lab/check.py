@@ -39,14 +39,14 @@ MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
 MIN_DISK_NBYTES = 2 << 30  # enough for notebook 02's synthesized checkpoint
 MIN_COLD_BYTES_PER_S = 0.2e9  # a network or a spinning disk is slower
 MORE_RUNS = 4  # repeats of a cold read that was too slow
-# For ``--json``: number of texts; each text's given, timed and warm-up tokens; the prompt's tokens;
-# seconds after which no further text begins.
-TEXTS, START, TOKENS, WARMUP, PROMPT, MOST_S = 10, 8, 24, 8, 400, 60
+# ``--json``: tokens of the prompt, number of texts, seconds after which no further text begins.
+PROMPT, TEXTS, MOST_S = 400, 10, 60
+START, TOKENS, WARMUP = 8, 24, 8  # tokens of each text: given, timed, decoded before the clock
 FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
 
 def dispatch_cost() -> tuple[float, float]:
-    """Time one small operation: in a chain that is evaluated at its end, and evaluated alone."""
+    """Return a small operation's seconds: in a chain evaluated at its end, and evaluated alone."""
 
     def timed(each):
         x, started = mx.zeros((1, 8)), time.perf_counter()
@@ -64,7 +64,7 @@ def dispatch_cost() -> tuple[float, float]:
 def findings(
     model: str | Path | None = None, settings: dict | None = None, rows: list | None = None
 ) -> Iterator[tuple[bool, str, str]]:
-    """Yield for each check (is well, finding, remedy); fill ``settings`` and ``rows`` if given."""
+    """Yield (is well, finding, remedy) for each check; fill ``settings`` and ``rows`` if given."""
     c, settings = card(), settings if settings is not None else {}
     yield True, f"Python {c['python']} on {card_line(c)}", ""
     if c["device"] == "cpu":
@@ -74,7 +74,7 @@ def findings(
     of = f"{HERE.memory()[0] / 2**30:.1f} GiB"
     of += f", cgroup limit {limit / 2**30:.1f} GiB" if limit else ""
     yield (
-        # macOS compresses unused memory of other programs, and reports when memory is short.
+        # macOS compresses other programs' memory: there is enough while its pressure is 1.
         free >= MIN_MEMORY_NBYTES or HERE.pressure() == 1,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
         f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
@@ -126,13 +126,13 @@ def _ssd(folder, lacks, settings):
         f"SSD: random 1 MiB reads of {path.name}, GB/s with 1 and 4 at a time: "
         f"cold {cold:.2f}, {cold_4:.2f} ({how}); warm {warm:.2f}, {warm_4:.2f}",
         f"under {MIN_COLD_BYTES_PER_S / 1e9:.1f} GB/s cold in each of {1 + MORE_RUNS} runs, with a "
-        f"{_load()}: if it is busy, check again when it is not; else put the model on an SSD, not "
-        "on a network or spinning disk",
+        f"{_load()}: if other programs are busy, check again later; else put the model on an SSD, "
+        "not on a network drive or a hard disk",
     )
 
 
 def _slots_of(model, settings, rows):
-    """Yield a model's findings: its plan, known blocks, a repack's gain and, with rows, texts."""
+    """Yield a model's findings: its plan, its blocks, a repack's gain and, with ``rows``, texts."""
     tokenizer_of(model)
     try:
         p = plan(model, StreamConfig(lazy_logits=True))
@@ -146,10 +146,10 @@ def _slots_of(model, settings, rows):
         kernels.use(built, half_scales=True)
         blocks = kernels.blocks_of(built).items()
         found = ", ".join(f"{n} {name}" for name, n in blocks) or "none that is known"
-        yield True, f"{model.name}: blocks in one piece: {found}; others module by module", ""
+        yield True, f"{model.name}: blocks computed as a whole: {found}; others: by module", ""
     sizes = p.facts.checkpoint_nbytes, p.top_k * p.facts.slot_nbytes
     disk, token = (f"{nbytes / 1e6:,.0f} MB" for nbytes in sizes)
-    yield True, f"{model.name}, {disk} on disk, of whose experts a token needs {token}: {p}", ""
+    yield True, f"{model.name}, {disk} on disk, needs {token} of experts for a token: {p}", ""
     if p.slots < p.num_experts and (gain := cold_gain(p.facts, p.direct)):
         so = "a repack would hardly gain"
         if gain.quartiles[0] > 1:  # the gain is more than chance
@@ -160,7 +160,7 @@ def _slots_of(model, settings, rows):
 
 
 def _compared(model, p, rows):
-    """Compare streamed texts with resident ones, or with ``stacked`` if not every expert fits."""
+    """Compare streamed texts with resident ones, or with ``stacked`` if not all experts fit."""
     few = max(p.top_k, p.slots // 2)
     ways = p.config, replace(p.config, mode="stacked", slots=few)
     if p.slots == p.num_experts:  # every expert fits: stream the model with fewer slots
@@ -178,8 +178,8 @@ def _compared(model, p, rows):
     bits = [a == b for a, b in zip(ours["bits"], theirs["bits"])]
     return (
         all(same),
-        f"{model.name}: {'; '.join(said)}; {sum(same)} of {len(same)} texts are the same, and of a "
-        f"prompt's {len(bits)} states and logits {sum(bits)} bit for bit",
+        f"{model.name}: {'; '.join(said)}; {sum(same)} of {len(same)} texts are the same; "
+        f"{sum(bits)} of a prompt's {len(bits)} states and logits are the same bit for bit",
         "greedy texts must be the same: send the file",
     )
 
@@ -189,7 +189,7 @@ def _decoded(path, config, bar):
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:
-        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # is always installed
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # it is always installed
         prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
         drop_pages(path)
         started = time.perf_counter()
@@ -211,7 +211,7 @@ def _decoded(path, config, bar):
 
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
-    """Print each finding, write them to ``file`` as a record, and return whether all is well."""
+    """Print each finding, write all to ``file`` as a record, and return whether all is well."""
     if model is not None:  # refuses a draft or a model without experts at once
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
@@ -228,12 +228,12 @@ def check(model: str | Path | None = None, file: str | Path | None = None) -> bo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "One line for each thing that is needed, [ok] or [fail] with the remedy. Exit status 1: "
-        "something failed."
+        "Print a line for each thing that moelab needs: [ok], or [fail] and the remedy. Exit "
+        "status 1: something failed."
     )
-    what = "a model folder: the slots that would be chosen, its own files' reads"
+    what = "a model folder: check its plan and how fast its files are read, too"
     parser.add_argument("model", type=not_empty, metavar="[MODEL]", nargs="?", help=what)
-    kept = "decode for some minutes, and write there all that was found, to be sent"
+    kept = "also decode for some minutes; write all findings to FILE, which you can send"
     parser.add_argument("--json", type=not_empty, metavar="FILE", help=kept)
 
 

@@ -1,18 +1,18 @@
 """Judge claims of others, which ``data/claims.json`` lists; the verdicts follow from records.
 
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and
-``figures``. ``why`` has a sentence for a verdict; ``cannot`` says why only other hardware decides,
-whatever the figures are. Figures have, for each regime by name, an expression over ``NAMES`` and a
-gate, ``least`` or ``most``, to be fixed before the run. The expression gives samples, whose median
-gets the interval of ``records.interval``, or one count.
+``figures``. ``why`` maps a verdict to its reason. A claim with ``cannot`` (the reason) needs other
+hardware, whatever its figures are. ``figures`` maps a regime's name (where and how it was measured)
+to an expression over ``NAMES`` and a gate, ``least`` or ``most``, which was fixed before the run.
+The expression gives one count, or samples, whose median gets the interval of ``records.interval``.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
 Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
 there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
 none, so an interval below this bound refutes, too.
 
-A claim is said without a condition. So one regime is enough to refute it, and most have to confirm
-it. If regimes do both, it depends; if they do neither, it is open.
+A claim is said without a condition. So one regime can refute it, and more than half must confirm
+it. If some regimes confirm it and others refute it, the verdict is ``depends``. Else it is open.
 """
 
 import functools
@@ -27,8 +27,9 @@ from . import charts, records
 
 VERDICTS = "confirmed", "refuted", "depends", "open", "not testable here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
-NAMES = {"group": records.group, "of": records.values, "ratio": records.paired}  # and ``read``
-# A source's address by words in its name; the first words that are found count.
+# What an expression may name, beside ``read``.
+NAMES = {"group": records.group, "of": records.values, "ratio": records.paired}
+# Addresses on GitHub, by words in a source's name; the first words that are found count.
 SOURCES = {
     "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
     "dflash issue 91": "z-lab/dflash/issues/91",
@@ -45,7 +46,7 @@ class Figure:
     """What was measured for a claim in one regime."""
 
     regime: str  # where and how it was measured
-    median: float  # of the samples, or a count
+    median: float  # of the samples, or the count
     low: float  # low to high: the interval of the median
     high: float
     n: int  # samples; 0 for a count
@@ -86,7 +87,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """Give the reason in a sentence: the claim's own, or the count of regimes and the first."""
+        """The reason: the claim's own words, or how many regimes say so, and the first of them."""
         verdict = self.verdict
         if found := self.claim.get("cannot") or self.claim.get("why", {}).get(verdict):
             return found
@@ -124,7 +125,7 @@ def _figure(claim, names, regime, figure):
         if not np.isfinite(samples).all():
             raise ValueError("some samples are missing")
         ends = records.interval(samples)
-    except (FileNotFoundError, KeyError) as error:  # no record, or one without this variant
+    except (FileNotFoundError, KeyError) as error:  # no record, or no such variant in it
         return Figure(regime, *[float("nan")] * 3, 0, *told, OPEN, _missing(error))
     except Exception as error:
         raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
@@ -160,7 +161,7 @@ def _read(name):
 
 
 def show(*ids: str) -> None:
-    """List the claims of these ids with their verdicts, why, and links to their sources."""
+    """Show the claims with these ids: verdicts, reasons and links to the sources."""
     there = {claim["id"]: claim for claim in read()}
     if wrong := [i for i in ids if i not in there]:
         raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")

@@ -31,12 +31,12 @@ ACCEPT = 0.8  # share of right guesses of the draft ``oracle``; ``oracle:0.7`` s
 class Decoded:
     """The result of one timed run."""
 
-    tokens: list[int]  # decoded: the first after the prompt, the warm-up, the timed ones
+    tokens: list[int]  # the first after the prompt, the warm-up's, the timed ones
     prefill_s: float  # seconds of the prompt and of the token after it
     decode_s: float  # seconds of the timed tokens together
-    counters: Counters | None  # of the timed tokens; None without ``moelab.load``
+    counters: Counters | None  # of the timed tokens; None if mlx-lm loaded the model
     decode_tokens: int = 0  # how many tokens were timed
-    # Of each timed round with a draft: tokens drafted and accepted, seconds of draft and pass.
+    # Of each timed round with a draft: tokens drafted, accepted; seconds of draft, verify pass.
     rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 
@@ -60,8 +60,8 @@ def decode(
 ) -> Decoded:
     """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
-    The next token is scheduled before this one is read, as in mlx-lm's ``generate_step``. But when
-    the clock starts and stops, nothing is scheduled, so exactly ``tokens`` passes are timed.
+    As in mlx-lm's ``generate_step``, a token is scheduled before the last one is read. But nothing
+    is scheduled when the clock starts or stops, so exactly ``tokens`` passes are timed.
     ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are
     functions called with the clock stopped: ``before_prompt``, ``before_clock``, ``before_token``.
     With ``before_token`` each token is read before the next is scheduled.
@@ -109,7 +109,7 @@ def decode_drafted(
     With ``feed`` the text continues with the ids of ``feed``. The returned tokens are then those
     that the target would have chosen, as in ``decode``.
     """
-    chosen = {}  # by place in the text; after rejected drafts a place is chosen again
+    chosen = {}  # the target's choice of each place; rejected places are chosen again
 
     def fed(tokens, logits):
         i = tokens.size - len(prompt_ids)
@@ -144,14 +144,13 @@ def decode_drafted(
 def _timed(
     model, rounds, tokens, warmup, before_prompt=None, before_clock=None, before_token=None
 ) -> Decoded:
-    """Time rounds; each yields its tokens and, with a draft, the draft's counts."""
+    """Time ``rounds``, which yields each round's tokens and, with a draft, counts and seconds."""
     out, decode_s, told, first = [], 0.0, [], None
     if ours := is_loaded(model):
         stats(model, reset=True)
     if before_prompt:
         before_prompt()
-    # As mlx-lm's own loop does on a Mac: macOS may not move the GPU's memory out while tokens are
-    # timed.
+    # As in mlx-lm's own loop, macOS must not swap the GPU's memory out while tokens are timed.
     with wired_limit(model, [generation_stream]), closing(rounds):
         begin = time.perf_counter()
         for made, drafted in rounds:
@@ -230,7 +229,7 @@ def oracle_share(draft: str | Path) -> float | None:
 def open_any(
     draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
 ) -> Callable[..., Draft]:
-    """Return a function that makes a run's draft from its prompt, the text after it and a seed."""
+    """Return a function that makes a run's draft from a prompt, the text after it and a seed."""
     if (accept := oracle_share(draft)) is not None:
         return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
     opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)

@@ -4,8 +4,8 @@ The first strategy that works is used: a memory cgroup (version 2 or 1), or ``sy
 Both limit the new process together with its page cache, and the kernel kills it when it needs more.
 Where neither works, ``NoLimit`` says why.
 
-A page that another process brought into the page cache is charged to that process and served for
-free: drop the files' pages (``oscache.drop_pages``) before a run under a limit.
+A page that another process brought into the page cache does not count as this command's memory. So
+drop the files' pages (``oscache.drop_pages``) before a run under a limit.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from ..interrupts import undone
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 V1, V2 = "cgroup v1", "cgroup v2"
-FILES = {  # of a cgroup: the file of its limit, and the file of its swap
+FILES = {  # the files of a cgroup that set its memory limit, and its use of swap
     V1: ("memory.limit_in_bytes", "memory.swappiness"),
     V2: ("memory.max", "memory.swap.max"),
 }
@@ -46,7 +46,7 @@ class Limited:
     returncode: int  # negative: the signal that ended it
     stdout: str
     stderr: str
-    how: str  # the strategy that limited it, or ``none``
+    how: str  # the strategy that limited its memory, or ``none``
 
     @property
     def killed(self) -> bool:
@@ -59,18 +59,18 @@ class Prepared:
     """How to start a command under a limit."""
 
     prefix: Sequence[str] = ()  # words before the command's own
-    group: Path | None = None  # the command's cgroup, if that limits it
+    group: Path | None = None  # the command's cgroup, if a cgroup limits it
     how: str = "none"  # the strategy
 
     def before_exec(self) -> None:
-        """Let the child ask to be killed when this process ends, and join its cgroup."""
+        """In the child: ask to be killed when the parent ends, and join the cgroup."""
         if PRCTL is not None:
             PRCTL(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
         if self.group is not None:
             (self.group / "cgroup.procs").write_text(str(os.getpid()))
 
     def move(self, nbytes: int) -> None:
-        """Set the cgroup's limit; the kernel may kill a command that already runs in the group."""
+        """Set the cgroup's limit; the kernel may then kill a command that runs in the group."""
         (self.group / FILES[self.how][0]).write_text(str(nbytes))
 
 
@@ -113,7 +113,8 @@ def call(function: Callable, *args, what: str, nbytes: int | None = None) -> tup
     """Call a function in a new process with a memory limit; return its result and a ``Limited``.
 
     The result is None if the process was killed for its memory. The function stands at the top of
-    a module or script. Arguments and result must fit into JSON; a dataclass arrives as a dict.
+    a module or script. Arguments and result are passed as JSON; a dataclass arrives as a dict.
+    ``what`` names the call in an error.
     """
     module = function.__module__
     if module == "__main__":  # the new process imports the script by its file's name
@@ -138,12 +139,12 @@ def main(function: str, arguments: str) -> None:
 
 
 def _cgroup(nbytes):
-    """Make a cgroup with a limit, in the nearest group that a process may join from here."""
+    """Make a cgroup with a limit, in the nearest group in which this process may make one."""
     try:
         top, own, how = own_cgroup()
     except OSError:
         raise OSError("this system has no cgroups") from None
-    # In version 2 a group with processes cannot limit its children: take the nearest one above it.
+    # In version 2 a group with processes cannot limit its children, but a group above it may.
     above = [g for g in (own, *own.parents) if g.is_relative_to(top) and _limits_children(g)]
     whys = []
     for parent in [own] if how == V1 else above:

@@ -64,12 +64,12 @@ def card_line(card: dict[str, Any] | None = None) -> str:
 
 
 def engine_of(card: dict[str, Any]) -> int:
-    """Return the number of the engine that made a record; today's for a record of MLX alone."""
+    """Return the number of the engine that made a record; a record of MLX alone has today's."""
     return card.get("engine", 1) or ENGINE
 
 
 def made(card: dict[str, Any]) -> str:
-    """Write the date of a record, and its engine if that is not today's."""
+    """Write a record's date and, if today's engine did not make it, the number of its engine."""
     engine = engine_of(card)
     return card["date"] + (f" by engine {engine} of {ENGINE}" if engine < ENGINE else "")
 
@@ -84,7 +84,7 @@ def read_speed(
 ) -> float:
     """Measure random reads of a file in bytes per second; ``cold`` first drops the file's pages.
 
-    ``direct`` reads past the page cache, as its work can take longer than the disk's. Then
+    ``direct`` reads past the page cache, whose own work can take longer than the disk's. Then
     ``nbytes`` must be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
@@ -111,7 +111,7 @@ def read_speed(
 
 
 def cold_gain(facts: ModelFacts, direct: bool) -> Gain | None:
-    """Call ``measure_gain`` with no expert in memory; ``direct`` is as in ``Reader``."""
+    """Measure a repack's gain with no expert in memory; ``direct`` reads past the page cache."""
     for file in {file for t in facts.located.values() for file in t.files} if not direct else ():
         drop_pages(file)
     with closing(Reader(direct=direct)) as reader:

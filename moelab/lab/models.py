@@ -1,4 +1,4 @@
-"""Find model folders, and plan models, also ones that are not on this disk."""
+"""Find model folders, and plan models, also models that are not on this disk."""
 
 import functools
 from dataclasses import replace
@@ -17,7 +17,7 @@ CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # as the comma
 
 
 def planned(path: str | Path, memory_nbytes: float = MOST_NBYTES) -> Plan:
-    """Plan a folder's model in the memory of its process and page cache."""
+    """Plan a folder's model for memory that its process and the page cache share."""
     return plan(path, CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
 
 

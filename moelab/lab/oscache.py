@@ -9,8 +9,8 @@ from ..system import HERE
 def drop_pages(path: str | Path) -> str:
     """Drop the pages of a file, or of a folder's tensor files, as far as possible without root.
 
-    Returns how, for the record of a cold measurement. On Linux, pages that are not yet written to
-    the disk stay.
+    Returns how this was done, for the record of a cold measurement. On Linux, pages that are not
+    yet written to the disk stay.
     """
     how = "no file"
     for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else [path]:
@@ -20,7 +20,7 @@ def drop_pages(path: str | Path) -> str:
 
 
 def disk_read_nbytes() -> int | None:
-    """Bytes that the disk has brought for this process so far; None if the system does not say."""
+    """Return the bytes read from the disk for this process; None if the system does not say."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

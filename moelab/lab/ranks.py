@@ -53,7 +53,7 @@ def everywhere(
 ) -> list[Any]:
     """Call a function in each of n ranks, in processes of their own, and return their results.
 
-    The function takes the group (None if n is 1) and ``args``. ``args`` and results must fit into
+    The function takes the group (None if n is 1) and ``args``. ``args`` and results are passed as
     JSON. On the ring a rank is pinned to a CPU core if the system can; with NCCL a rank has a GPU.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

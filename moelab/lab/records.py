@@ -1,11 +1,11 @@
 """Records: measurements that are kept as JSON and read as tables; also published figures.
 
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
-load, settings) and flat ``rows``, one a sample. In the file each different list of tokens stands
-once, in ``texts``, and rows have its number. ``interleave`` measures a record, ``read`` reads it as
-a table, ``group`` and ``ratios`` summarize a table, ``together`` joins several, ``save`` writes one
-as a record. A record with ``trial`` in its header is read but decides no claim. Each header of
-``data/results`` says what the record shows and how ``data/recipes/records.py`` makes it.
+load, settings) and flat ``rows``, one a sample. In the file ``texts`` has each list of tokens once,
+and rows refer to a list by its number. ``interleave`` measures a record, ``read`` reads it as a
+table, ``group`` and ``ratios`` summarize a table, ``together`` joins tables, ``save`` writes a
+table as a record. A record with ``trial`` in its header can be read, but decides no claim. Each
+header in ``data/results`` says what the record shows and how ``data/recipes/records.py`` makes it.
 """
 
 import functools
@@ -39,20 +39,20 @@ from .machine import card
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# Figures that sources publish of their own runs, unchecked; tok/s unless the name says otherwise.
+# Figures that others publish of their own runs, unchecked; in tok/s if the name has no unit.
 SOURCES = DATA / "sources.json"
 PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moelab has no data
-COMPUTED = {  # columns that ``table`` computes where rows have the columns of the expression
+COMPUTED = {  # columns that ``table`` adds where rows have what the expression needs
     "token_s": "decode_s / decode_tokens",
     "tok_s": "decode_tokens / decode_s",
     "hit_rate": "hits / (hits + misses)",
     "read_nbytes_per_token": "bytes_read / decode_tokens",
     "tau": "1 + accepted / rounds",
 }
-DISTURBED = 0.1  # a run is disturbed if others use a larger share of the cores or it drifts more
+DISTURBED = 0.1  # a larger share of the cores used by others, or a larger drift, disturbs a run
 WARMUP = 0 if FAST else 1  # rounds that are not kept
-DRIFT_S = 30  # in a shorter run, what looks like drift is noise of single samples
-CONFIDENCE = 0.95  # confidence of an interval, if there are rounds enough
+DRIFT_S = 30  # a shorter run has no drift: its single samples are too noisy
+CONFIDENCE = 0.95  # of an interval, if there are enough rounds
 
 
 def pandas() -> ModuleType:
@@ -66,7 +66,7 @@ def pandas() -> ModuleType:
 
 
 def table(record: dict[str, Any]) -> "DataFrame":
-    """Turn a record into a table: a row a sample, the header in ``attrs``, ``COMPUTED`` added."""
+    """Turn a record into a table, one row a sample; ``attrs`` is the header. Adds ``COMPUTED``."""
     out, texts = pandas().DataFrame(record["rows"]), record.get("texts")
     if texts:
         out["tokens"] = out.tokens.map(lambda i: texts[int(i)], na_action="ignore")
@@ -79,7 +79,7 @@ def table(record: dict[str, Any]) -> "DataFrame":
 
 
 def computed(rows: Any, source: str = "", machine: Any = "") -> "DataFrame":
-    """Make a table of computed or published rows; charts name its source, and a given machine."""
+    """Make a table of computed or published rows; charts name ``source`` and ``machine``."""
     settings = {"model": source}
     return table({"record": source, "machine": machine, "settings": settings, "rows": rows})
 
@@ -121,7 +121,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
 
 
 def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "DataFrame":
-    """Join tables into one, with their names in ``column`` and all headers in ``headers``."""
+    """Join tables into one; ``column`` has their names, ``attrs["headers"]`` their headers."""
     out = pandas().concat([t.assign(**{column: name}) for name, t in tables.items()])
     headers = [h for t in tables.values() for h in t.attrs.get("headers", [t.attrs])]
     out.attrs = headers[0] | {"headers": headers}
@@ -129,7 +129,7 @@ def together(tables: "Mapping[str, DataFrame]", column: str = "source") -> "Data
 
 
 def values(samples: "DataFrame", variant: str, column: str) -> "Series":
-    """A column of one variant, by round; empty if the variant was killed."""
+    """Return a column of one variant, by round, without killed runs."""
     rows = samples[samples.variant == variant]
     if rows.empty or column not in samples:
         there = list(samples) if len(rows) else list(dict.fromkeys(samples.variant))
@@ -152,7 +152,7 @@ def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant"
 def paired(samples: "DataFrame", over: str, under: str, column: str | None = None) -> "Series":
     """Divide one variant's column by another variant's, round by round, so that drift cancels.
 
-    Only rounds that both variants have count. Default column: ``token_s``, or else ``seconds``.
+    Only rounds of both variants count. Default column: ``token_s`` if there is one, or ``seconds``.
     """
     column = column or _seconds(samples)
     return (values(samples, over, column) / values(samples, under, column)).dropna()
@@ -163,7 +163,7 @@ def _seconds(samples):
 
 
 def ratios(samples: "DataFrame", over: str) -> "DataFrame":
-    """Divide one variant by every variant, by round: quartiles and interval of the ratios."""
+    """Divide one variant's times by each variant's, by round; return quartiles and intervals."""
     rows = {}
     for name in dict.fromkeys(samples.variant):
         if len(found := paired(samples, over, name)):
@@ -185,7 +185,7 @@ def span(samples: Sequence[float], form: str = ".2f") -> str:
 
 
 def apart(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Whether the intervals of two medians have nothing in common."""
+    """Whether the intervals of two medians do not overlap."""
     a, b = interval(a), interval(b)
     return b["low"] > a["high"] or b["high"] < a["low"]
 
@@ -225,8 +225,8 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
 def interval(samples: Sequence[float]) -> dict[str, float]:
     """Compute the sign test's interval of the median, from one of the sorted samples to another.
 
-    It holds for any distribution. Its ``confidence`` is exact, and below ``CONFIDENCE`` where even
-    the smallest and the largest sample give less. A bootstrap of five rounds claims too much.
+    It holds for any distribution. Its ``confidence`` is exact. With few samples it is less than
+    ``CONFIDENCE``, though the interval spans them all. A bootstrap of five rounds claims too much.
     """
     ordered, n = sorted(samples), len(samples)
     # Entry k: the chance that the median lies outside ``ordered[k]`` to ``ordered[-1 - k]``.
@@ -257,12 +257,12 @@ def interleave(
 ) -> "DataFrame":
     """Run every variant once a round, in a new random order every round.
 
-    So a machine that becomes slower or faster does so for all variants alike. A variant gets the
-    round's number (below 0: the row is not kept). It returns the columns of its row, or a float for
-    ``seconds``, or None to be timed, and must evaluate what it computes. ``each_round`` returns
-    columns for all rows of a round; ``keep`` gets the table after each round. A variant whose row
-    says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none with
-    ``MOELAB_FAST=1``.
+    So a machine that becomes slower or faster does so for all variants alike. A variant is called
+    with the round's number (below 0: the row is not kept). It must evaluate what it computes, and
+    returns the columns of its row, or a float for ``seconds``, or None to be timed. ``each_round``
+    returns columns for all rows of a round; ``keep`` gets the table after each round. A variant
+    whose row says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none
+    with ``MOELAB_FAST=1``.
     """
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
@@ -294,7 +294,7 @@ def _row(run, i):
 
 
 class Running:
-    """The header of a run in progress: its command, commit, machine, settings and load."""
+    """A run in progress: the header of its record, and how busy the machine is meanwhile."""
 
     def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
         if tabled:
@@ -317,13 +317,13 @@ class Running:
 
         ``load`` has the averages before the run, the cores that other processes and other virtual
         machines used during it, the clock's rate, the ``drift``, and whether other processes or
-        the drift disturbed the run: seconds can be disturbed, counts cannot.
+        the drift disturbed the run. A run that has no times is never disturbed.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
         shifted, clock_mhz = drift(rows), 0
-        # A virtual machine does not say it. On an M5 psutil fails (SystemError: its issue 2841).
+        # A virtual machine has no such rate. On an M5 psutil raises SystemError (its issue 2841).
         with suppress(AttributeError, OSError, RuntimeError, SystemError):
             clock_mhz = psutil.cpu_freq().current
         much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
@@ -331,7 +331,7 @@ class Running:
             "average_before": self.average,
             "cores_of_others": round(others, 3),
             "cores_stolen": round(steal, 3),
-            "clock_mhz": round(clock_mhz) if clock_mhz > 100 else None,  # an M4: GHz, issue 2642
+            "clock_mhz": round(clock_mhz) if clock_mhz > 100 else None,  # an M4 has GHz, issue 2642
             "drift": round(shifted, 3),
             "disturbed": is_timed and much,
         }
@@ -345,7 +345,7 @@ def _unrooted(word):
 
 
 def _others_s():
-    """Return CPU seconds since the machine started: other processes', other virtual machines'."""
+    """Return the CPU seconds of all others since the start, and those of other virtual machines."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -355,9 +355,9 @@ def _others_s():
 def drift(rows: list[dict[str, Any]]) -> float:
     """Compute how much slower the slowest third of a run was than its fastest: 0.1 is a tenth.
 
-    Variants without drafts that ran in each round are the control: a round's speed is the median of
-    their times, each over its own median. Fewer than five rounds (three, with 15 samples), or less
-    than ``DRIFT_S`` seconds of samples, have no drift (0).
+    Only variants without drafts that ran in each round count. A round's speed is the median of
+    their times, each divided by the variant's median. The drift is 0 with fewer than five rounds
+    (three, with 15 samples), or with less than ``DRIFT_S`` seconds of samples.
     """
     took = {}  # seconds over tokens, by variant and then by round
     total = 0  # seconds of all samples
@@ -400,7 +400,7 @@ def save(path: str | Path, samples: "DataFrame") -> None:
 
 
 def write(path: str | Path, record: dict[str, Any]) -> None:
-    """Write a record as JSON, a row a line; the old file stays until the new one is whole."""
+    """Write a record as JSON, a row a line; an old file stays until the new file is complete."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, texts = [], {json.dumps(text): i for i, text in enumerate(record.get("texts", []))}
@@ -418,7 +418,7 @@ def write(path: str | Path, record: dict[str, Any]) -> None:
 
 
 def print_and_save(text: str, samples: "DataFrame", path: str | Path | None = None) -> None:
-    """Print a record's report and whether other work disturbed the run, and save the record."""
+    """Print a report and what disturbed the run; save the record if a path is given."""
     if told := busy(samples.attrs.get("load", {})):
         text += "\n" * bool(text) + f"{told}; this run is not a record"
     if text:

@@ -53,7 +53,7 @@ def heldout_starts(
 
 
 def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[list[int]]:
-    """Encode prompts of tiny-moe's held-out code, one a round; the lengths take turns."""
+    """Encode prompts of tiny-moe's held-out code, one for each round; the lengths take turns."""
     from mlx_lm.utils import load_tokenizer
 
     tokenizer, tiny = load_tokenizer(Path(model)), shipped("models", "tiny-moe")
@@ -99,7 +99,7 @@ def spaced_prompts(path: str | Path, kind: str, length: int, num: int) -> list[l
 
 
 def _may_end(text, at, kind, spans):
-    """Whether a prompt may end at a character: within a line, not at a blank."""
+    """Whether a prompt may end before a character: inside a line, not after a blank."""
     line = text[text.rfind("\n", 0, at) + 1 : at]
     if not line.strip() or text[at - 1].isspace():
         return False

@@ -23,7 +23,7 @@ from .arguments import Evicting
 from .decode import decode, decode_drafted, encode, open_any, oracle_share
 from .models import folder
 
-RESIDENT = "resident, no limit"  # runs under a limit are compared with it
+RESIDENT = "resident, no limit"  # the baseline of runs under a limit
 COLD = ("no", "prompt", "token")  # when the checkpoint's pages are dropped: see ``Variant``
 
 
@@ -82,7 +82,7 @@ def crossed(
     """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
 
     Keys are the variants' names. With drafts, each combination is also there without a draft. With
-    a limit, ``RESIDENT`` comes first. Modes without slots read only through the page cache.
+    a limit, ``RESIDENT`` is added. Modes without slots read only through the page cache.
     """
     given = [draft] if isinstance(draft, str) else draft or []
     out, drafts = {}, [None, *product(given, lengths)]
@@ -107,15 +107,15 @@ def crossed(
 
 
 def resolved(variants):
-    """Replace kernels ``auto`` by those it stands for, which must be the same in all variants."""
+    """Replace kernels ``auto`` by real ones; refuse variants that would get different ones."""
     given = {name: v.config for name, v in variants.items()}
     made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
     by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
     if len(by_kernels) > 1:
         raise ValueError(
             f"bench: expected the same kernels in every mode, got fast in {by_kernels['fast']!r} "
-            f"and mlx in {by_kernels['mlx']!r}, which sets another dtype. Set them: "
-            "kernels=mlx, or /kernels=mlx behind each mode."
+            f"and mlx in {by_kernels['mlx']!r}, which sets another dtype. Set "
+            "kernels=mlx for all, or write /kernels=mlx behind each mode."
         )
     return made
 
@@ -198,7 +198,7 @@ class Opened:
 def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
     """Read the prompt of a trace's file, and the ``num`` tokens that follow it.
 
-    For ``FILE:N`` the prompt is only its last N tokens.
+    For ``FILE:N`` only the last N tokens of the prompt are returned.
     """
     file, _, last = str(feed).rpartition(":")
     file, last = (file, int(last)) if file and last.isdigit() else (feed, 0)

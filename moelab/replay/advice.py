@@ -141,7 +141,7 @@ def replay_settings(
     settings: Iterable[tuple],
     skip: int,
 ) -> dict[Setting, Replay]:
-    """Replay a trace with each setting; ``skip`` tokens do not count. E slots need no reads."""
+    """Replay a trace with each setting; count tokens from ``skip`` on. E slots need no reads."""
     facts = plan.facts
 
     def is_held(setting):
@@ -165,7 +165,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
-    """Return the fastest setting; of equal ones the one with the fewest slots or bytes moved."""
+    """Return the fastest setting; of equal ones, the one that moves least or has fewest slots."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}

@@ -13,7 +13,7 @@ from .locality import decode_trace, lru_hit_rate
 
 SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds (routes) has one token each
+KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds has a single token each
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
@@ -51,7 +51,7 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     is below E', expert numbers are taken modulo E. If E is n times E', each expert has n variants,
     e, e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for the
     token. Each layer's spread is chosen so that the trace's text hits nearly as often as in the
-    trace. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share some.
+    trace. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share routes.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)

@@ -9,7 +9,7 @@ from ..streaming.residency.table import EVICTION, SlotTable
 
 
 class _Belady(SlotTable):
-    """A slot table that knows the future ``rows`` ``[T, K]``; evicts experts needed latest."""
+    """A slot table that knows all ``rows`` ``[T, K]`` and evicts the experts needed latest."""
 
     def __init__(self, num_slots, rows):
         super().__init__(num_slots)

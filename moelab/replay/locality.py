@@ -1,4 +1,4 @@
-"""Measure a trace's locality, synthesize traces like it; ``trace.decode`` leaves prompts out."""
+"""Measure a trace's locality; synthesize traces like it. Pass ``trace.decode`` for no prompts."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -73,8 +73,7 @@ def union(trace: Trace, m: int) -> np.ndarray:
 def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
     """Count the experts that a pass over m consecutive tokens reads with S slots in each layer.
 
-    The slots hold the S experts used last. The result is ``[L]``, means over all windows after the
-    first ``skip`` tokens.
+    The slots hold the S experts used last. Returns ``[L]``, means over windows from ``skip`` on.
     """
     T, L, K = trace.experts.shape
     if not (m >= 1 and 0 <= skip <= T - m):

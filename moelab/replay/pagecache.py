@@ -111,7 +111,7 @@ def _missed(trace, slots, policy):
 
 
 def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 1) -> np.ndarray:
-    """Say which reads an empty page cache of ``nbytes`` serves; a unit is one expert of one layer.
+    """Return which reads an empty page cache of ``nbytes`` serves; a unit is one layer's expert.
 
     The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
     only read. A new page goes to the head of the inactive list, and to the active list if it is

@@ -1,4 +1,4 @@
-"""Replay a routing with experts divided over ranks: a layer waits for the one that reads most."""
+"""Replay a routing with experts divided over ranks: a layer waits for the rank that reads most."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ def reads(
     ranks: int,
     shared: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
-    """Count the experts each of N ranks reads for each token, ``[T, L, N]``, with the engine's LRU.
+    """Count the experts that each of N ranks reads for each token by LRU: ``[T, L, N]``.
 
     ``owners`` ``[L, E]`` is the rank of each expert; None: an expert that no rank holds is read by
-    the rank that reads least in the layer. ``shared`` are each layer's experts that all ranks hold
-    in ``slots``.
+    the rank that reads least in the layer. ``shared`` are each layer's experts that every rank
+    always holds, in some of its ``slots``.
     """
     T, L, _ = experts.shape
     found = np.zeros((T, L, ranks), np.int64)

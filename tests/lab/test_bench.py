@@ -145,7 +145,7 @@ def test_bench(model_path, together, runs, monkeypatch):
 
 
 def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypatch):
-    """All write the same tokens. The oracle reads no expert in vain. Each token begins cold."""
+    """All prefetchers write the same tokens. The oracle reads no expert in vain."""
     packed, dropped = repack(model_path, tmp_path / "packed", progress=False), []
     monkeypatch.setattr(bench.oscache, "drop_pages", dropped.append)
     variants = {

@@ -109,7 +109,7 @@ IDS = list(range(40, 60))
 
 @pytest.fixture(scope="module")
 def logits():
-    """What mlx-lm says after the tokens."""
+    """mlx-lm's logits after the tokens ``IDS``."""
     return peers.opened(peers.MLX_LM, str(TINY), 0)()(IDS)
 
 

@@ -87,12 +87,12 @@ def test_bench_under_a_limit_says_what_was_killed(limits):
 
 
 def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
-    """The slots that the commands take, with the reason, and what repack gains; or why none fit."""
+    """Check says how many slots the commands take and why, what repack gains, or why none fit."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
     check.check(TINY)
     *lines, blocks, chosen = capsys.readouterr().out.splitlines()
     assert len(lines) >= 4 and all(line.startswith(("[ok] ", "[fail] ")) for line in lines)
-    assert ("blocks in one piece: 8 DecoderLayer, 8 " in blocks) == kernels.available()
+    assert ("blocks computed as a whole: 8 DecoderLayer, 8 " in blocks) == kernels.available()
     assert chosen.startswith("[ok] tiny-moe, ") and want.reason.partition(". ")[0] in chosen
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (16 * 10**7, 0))
     for packed, so in ((3e9, f"`python -m moelab repack {TINY} OUT`"), (2e9, "would hardly gain")):
@@ -109,7 +109,7 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
 
 @pytest.mark.parametrize("memory", (10**9, 16 * 10**7))
 def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, tmp_path):
-    """The file has streamed and resident texts, or texts with all and half of the fitting slots."""
+    """The file compares streamed with resident texts, or all with half of the slots that fit."""
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (memory, 0))
     monkeypatch.setattr(check, "TOKENS", 4)
     monkeypatch.setattr(check, "WARMUP", 2)
@@ -134,7 +134,7 @@ def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, 
 
 @pytest.mark.parametrize("fastest", (5e7, 5e8))
 def test_a_busy_machine_is_no_slow_disk(fastest, monkeypatch):
-    """A cold read that was too slow is repeated, and the load is said."""
+    """A cold read that is too slow is repeated, and the finding names the machine's load."""
     speeds = iter([5e7] * 7 + [fastest])
     monkeypatch.setattr(check, "read_speed", lambda *_: next(speeds))
     monkeypatch.setattr(os, "getloadavg", lambda: (9.5, 1, 1))

@@ -155,7 +155,7 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
 
 
 def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compared(monkeypatch):
-    """What ``repack`` gains is said; as many slots fit as ``plan`` takes, also by a record."""
+    """The text says what ``repack`` gains. A record's plan has as many slots as the folder's."""
     monkeypatch.setattr(plan, "measure_costs", lambda _: Costs(1e-2, 5e-5, 1e-9, 4e-9))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)  # no Mac has so little memory
     text, found = plan.of_folder(TINY, ram=0.2), planned(TINY, 150e6)

@@ -168,7 +168,7 @@ def test_shared_experts_are_not_read_and_take_slots():
 
 
 def test_any_rank_may_read():
-    """Reads of one layer differ by one at most, and an expert that is held is not read again."""
+    """Ranks' reads of a layer differ by one at most, and no held expert is read again."""
     found = ranks.reads(CODE.experts, None, E, 2)
     assert (np.ptp(found, axis=2) <= 1).all()
     distinct = sum(len(np.unique(CODE.experts[:, layer])) for layer in range(L))

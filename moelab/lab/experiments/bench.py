@@ -52,8 +52,8 @@ def measure(
     """Decode the same prompts in every mode, in rounds of random order.
 
     If any variant has a memory limit, each run has a process of its own. Before a limited run the
-    file's pages are dropped, and a killed variant is not run again. Without limits a first round is
-    not kept; with ``MOELAB_FAST=1`` there is none. Round i takes prompt i, modulo their number;
+    file's pages are dropped, and a killed variant is not run again. Without limits a round of
+    warm-up comes first, except with ``MOELAB_FAST=1``. Round i takes prompt i, modulo their number;
     with ``feed`` (a trace's file) the trace's prompt and tokens are read instead. If all models
     together take less than half of the memory, each is loaded once and kept. ``on_round`` gets the
     table after each round. A row is a run.
@@ -133,7 +133,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # other processes' pages would not count
+        oscache.drop_pages(folder(variant.path or path))  # pages that others read count as theirs
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -204,38 +204,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Decode the same prompts in every mode, in rounds of random order after one of warm-up. "
         "Tokens are checked against the resident model's. With --limits each run has a process "
-        "of its own, and the resident model one without a limit. Exit status 3: other tokens."
+        "of its own; the resident model has no limit. Exit status 3: a mode wrote other tokens."
     )
     add_model(parser)
     add, texts = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     fields_too = (
-        "divided by commas; fields of StreamConfig may follow a slash, as in "
+        "separated by commas; fields of StreamConfig may follow a slash, as in "
         "resident,fused,fused/readers=1/slots=32 (default: %(default)s)"
     )
     add("--modes", default="resident,serial,buffers,stacked,fused", help=fields_too)
-    add_number(parser, "--tokens", 64, "timed in each run")
+    add_number(parser, "--tokens", 64, "tokens that are timed in each run")
     add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
     add_number(parser, "--runs", 5, "rounds that are kept")
-    again = "again for more; - reads standard input (default: the built-in ones)"
+    again = "give it again for more prompts; - reads standard input (default: built-in prompts)"
     texts("--prompt", type=prompt_text, action="append", metavar="TEXT", help=again)
-    heldout = "so many of tiny-moe's held-out text; several lengths take turns"
+    heldout = "prompts of N tokens of tiny-moe's held-out text; several lengths take turns"
     texts("--prompt-tokens", type=several(positive), metavar="N", help=heldout)
-    fed = "read this trace's text in place of a prompt and decoded tokens; TRACE:N cuts its prompt"
+    fed = "read a trace's text in place of prompt and decoded tokens; TRACE:N: the prompt's last N"
     texts("--feed", metavar="TRACE", help=fed)
     add_sampling(parser, ("--temp",))
     limits = {"type": several(or_word("none", None, positive)), "metavar": "MB", "default": (None,)}
-    add("--limits", **limits, help="memory of each run, page cache included; or several, and none")
-    drafts = "lookup, mtp, self, oracle:SHARE, folder of a model, DFlash draft or head; or several"
+    memory = "memory of a run, page cache included; or several; none: no limit"
+    add("--limits", **limits, help=memory)
+    drafts = "lookup, mtp, self, oracle:SHARE, or a folder (model, DFlash draft, head); or several"
     add("--draft", type=several(not_empty), metavar="DRAFT", help=drafts)
     lengths = {"type": several(or_auto(zero_or_more)), "metavar": "N", "default": (4, "auto")}
-    add("--lengths", **lengths, help="drafts in a round; auto: the policy (default: 4,auto)")
-    packed = "measure this copy from python -m moelab repack, too"
+    add("--lengths", **lengths, help="drafts in a round; auto: a policy decides (default: 4,auto)")
+    packed = "also measure this copy, which python -m moelab repack wrote"
     add("--packed", type=not_empty, metavar="FOLDER", help=packed)
     past = "measure reads through the page cache and past it (Linux)"
     add("--direct", action="store_true", help=past)
-    cold = "no, or drop the file from the page cache before a prompt or token"
+    cold = "no, prompt or token: before what to drop the model's files from the page cache"
     add("--cold", choices=COLD, default="no", metavar="WHEN", help=cold)
-    kept = "keep raw samples, machine and settings there"
+    kept = "write samples, machine and settings to FILE"
     add("--json", type=not_empty, metavar="FILE", help=kept)
     add_stream_options(parser, MEASURED_SLOTS)
 

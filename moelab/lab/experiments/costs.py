@@ -35,18 +35,17 @@ DISCARDED = 2  # the first tokens or calls of a series, which are slower, are no
 ROUNDS = 2  # rounds of every kind of sample
 SAMPLES = 24  # samples of each kind in a record
 PROMPT = 128  # tokens of a prompt that is computed at once
-# Variants of a record: where a layer's misses come from; OWN: a token that the model routes itself.
+# Variants of a record: where a layer's misses come from. OWN: the model's router chooses experts.
 PAGES, DISK, DIRECT, OWN = "page cache", "disk", "past the page cache", "own routing"
-# Tokens that need no read are measured only for models whose experts take fewer bytes than
-# HELD_NBYTES.
+# Tokens without reads are measured only if the experts take fewer bytes than ``HELD_NBYTES``.
 HELD, HELD_NBYTES = "all in slots", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = None) -> Costs:
-    """Measure a replay's costs without pandas; ``tell`` (None: stderr) gets what disturbed."""
+    """Measure a replay's costs without pandas; ``tell`` (None: stderr) what disturbed it."""
     record = samples_of(path, tokens=tokens)
     if told := records.busy(record["load"]):
-        said = f"{told}, so this machine looks slower than it is. Close them and try again."
+        said = f"{told}, so this machine looks slower than it is. Close other programs, try again."
         tell(said) if tell else print(f"moelab: {said}", file=sys.stderr)
     return costs_of(record)
 
@@ -62,7 +61,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     L, E, K = size.num_layers, size.num_experts, size.top_k
     if E == K:
         raise ValueError(
-            "measure_costs: expected more experts than a token needs, or none is ever read twice; "
+            "measure_costs: expected more experts than a token needs, else each is read only once; "
             f"got {E} and {K}."
         )
     settings = {"model": Path(path).name, **settings_of(planned(path)), "K": K, "samples": tokens}

@@ -1,4 +1,4 @@
-"""Count a model's operations and hook its experts, as notebook 10 needs it."""
+"""Count a model's operations and hook its experts, for notebook 10."""
 
 import re
 from collections import Counter
@@ -26,7 +26,7 @@ def default_dtype() -> mx.Dtype:
 
 
 def operations(*arrays: mx.array) -> dict[str, int]:
-    """Count by kind the operations, except views, that the evaluation of ``arrays`` runs."""
+    """Count the operations, by kind and without views, that evaluating ``arrays`` runs."""
     with temporary_folder() as folder:
         dot = folder / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)

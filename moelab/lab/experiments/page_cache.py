@@ -65,14 +65,14 @@ def told(samples: DataFrame) -> DataFrame:
 
 
 def machine_and_model(samples: DataFrame) -> tuple[Plan, Costs]:
-    """Return the model's plan and the machine's costs, from a record of ``lab costs``."""
+    """Return the model's plan and the machine's costs, from a record of the script ``costs``."""
     return models.recorded(samples.attrs["settings"]), costs_of(samples)
 
 
 def replayed(samples: DataFrame, plan: Plan, costs: Costs, trace: Trace | None = None) -> DataFrame:
-    """Replay each setting that was measured; a row has measured and ``replayed_`` columns.
+    """Replay each measured setting that has slots and a memory limit, one a row.
 
-    It replays settings with slots and a memory limit.
+    A row has measured columns, and columns ``replayed_``.
     """
     trace, rows = trace or routing(), []
     kept = samples[~samples.killed & samples["reads"].isin((THROUGH, PAST))]

@@ -46,7 +46,7 @@ TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 # often needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # length and acceptance of a draft that would help
-WORTH_A_LINE = 1.2  # smaller speedups by a change are not worth a line
+WORTH_A_LINE = 1.2  # a change with a smaller speedup is not named
 STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the measured layers: whose, how many, experts in each
 
 
@@ -245,8 +245,8 @@ def describe(
 ) -> str:
     """Say what to expect of a published model here or elsewhere (``ram`` GB, ``ssd`` GB/s).
 
-    ``chip`` is a Mac's of ``CHIPS``, or the GB/s of its memory. ``cores`` are those of a computer
-    whose CPU computes; ``chip`` is then its memory's GB/s. What is None is measured here.
+    ``chip`` is a Mac's chip, one of ``CHIPS`` or its memory's GB/s. With ``cores`` a CPU of so many
+    cores computes, and ``chip`` is its memory's GB/s. What is None is measured on this machine.
     """
     name = one_of(CONFIGS, name, "a model folder, a downloaded Hub repository, or ")
     chip = one_of(CHIPS, chip) if isinstance(chip, str) else chip
@@ -280,11 +280,11 @@ def _machine(name, bits, ram, ssd, chip, cores):
     """Return the described machine, or this one with the given values in place of its own."""
     if isinstance(chip, str) and cores:
         raise ValueError(
-            "plan: expected --chip or --cores, got both; with --cores, --chip is GB/s."
+            "plan: expected --chip or --cores, got both; with --cores, --chip takes GB/s."
         )
     if (chip or cores) and not (ram and ssd):
         raise ValueError(
-            "plan: --chip and --cores are another machine's: give its --ram and --ssd, too."
+            "plan: --chip and --cores describe another machine: give its --ram and --ssd, too."
         )
     rate = CHIPS.get(chip, chip or math.inf) * 1e9
     if cores:
@@ -335,18 +335,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     known = f"a model folder, a downloaded Hub repository, or one of {', '.join(CONFIGS)}"
     add("model", type=not_empty, metavar="MODEL", help=known)
     memory = (
-        "the machine's memory, of which the system keeps a quarter, at most 4 GB; of a Mac's the "
+        "the machine's memory, of which the system keeps a quarter, at most 4 GB; for a Mac the "
         "plan says how much is left free (default: what is available)"
     )
     add("--ram", type=gigabytes(1), metavar="GB", help=memory)
-    rate = "the rate of the SSD with the model (default: that of this folder's, measured)"
+    rate = "the rate of the SSD with the model (default: measured on the drive of this folder)"
     add("--ssd", type=gigabytes(0.01), metavar="GB/s", help=rate)
-    what = "a Mac's, such as 'M5 Pro', or the GB/s of the memory, also beside --cores"
+    what = "a Mac's chip, such as 'M5 Pro', or the GB/s of the memory, also beside --cores"
     add("--chip", type=_chip, metavar="CHIP", help=what)
-    add("--cores", type=at_least(1, 1024), metavar="N", help="of a machine without a GPU")
+    add("--cores", type=at_least(1, 1024), metavar="N", help="cores of a machine without a GPU")
     bits = {"type": int, "choices": (2, 3, 4, 6, 8), "metavar": "N", "default": synthesize.BITS}
-    add("--bits", **bits, help="of a weight: 2, 3, 4, 6 or 8 (default: %(default)s)")
-    what = "tokens of the prompt whose first token is timed"
+    add("--bits", **bits, help="bits of a weight: 2, 3, 4, 6 or 8 (default: %(default)s)")
+    what = "tokens of a prompt; the plan says how soon its first token follows"
     add_number(parser, "--prompt", 1000, what, at_least(1, 10**6))
 
 
@@ -383,10 +383,10 @@ def _left_free(machine, filled):
     """Say how much of a Mac's memory stays free and why, and which GPU limit a plan needs."""
     ram, limit = machine.ram_nbytes, gpu_limit(machine.ram_nbytes)
     own = f"sudo sysctl iogpu.wired_limit_mb={int(filled * 1.05) >> 20}"
-    wired = f"macOS allows it {_gb(limit)}, which is enough: iogpu.wired_limit_mb stays as it is"
+    wired = f"the GPU may use {_gb(limit)}, which is enough: iogpu.wired_limit_mb stays as it is"
     if filled > limit:
         wired = (
-            f"macOS allows it {_gb(limit)}, which is too little: `{own}` allows more until the "
+            f"the GPU may use {_gb(limit)}, which is too little: `{own}` allows more until the "
             "next start, which is your own decision"
         )
     return {"left free": f"{_gb(ram - filled)} of {_gb(ram)} {WHY_LEFT}", "GPU": wired}

@@ -142,9 +142,9 @@ def divided(
     """Decode with one rank and with several; each run has processes of its own.
 
     ``rates`` are bytes a second of each rank's simulated SSD (None: this machine's SSD). With
-    ``limit_nbytes`` ranks read past the page cache, and the file's pages are dropped before.
-    ``text`` is a trace's file or ``RANDOM``, fed in place of decoded tokens. Ranks whose texts
-    differ raise ValueError.
+    ``limit_nbytes`` ranks read past the page cache, and the file's pages are dropped before a run.
+    ``text`` is a trace's file or ``RANDOM``, fed in place of decoded tokens. If texts of
+    ranks differ, ValueError is raised.
     """
     path = folder(path)
     amount = tokens, warmup, prompt_tokens, str(text) if text else None

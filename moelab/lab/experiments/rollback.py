@@ -8,9 +8,9 @@ from ...speculation.rollback import Rollback
 
 
 class RestoreOnly:
-    """A faulty rollback: the recurrent state from before the pass, which lacks accepted tokens.
+    """A faulty rollback (SwiftLM's ``MambaCache.trim``): it also takes accepted tokens back.
 
-    SwiftLM's ``MambaCache.trim`` does so. Attention caches are trimmed as they should be.
+    The recurrent state is again that before the pass. Attention caches are trimmed correctly.
     """
 
     def __init__(self, model: nn.Module, cache: list):
@@ -44,7 +44,7 @@ REMEDIES = {"stale state": StaleState, "restore only": RestoreOnly, "exact": Rol
 
 
 def read_ids(model: nn.Module, ids: list[int]) -> list:
-    """Make a cache that has read some tokens."""
+    """Make a cache that has read ``ids``."""
     cache = make_prompt_cache(model)
     mx.eval(model(mx.array([ids]), cache=cache), [c.state for c in cache])
     return cache

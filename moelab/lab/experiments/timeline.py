@@ -47,8 +47,7 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# These calls are noted only inside the given calls, so that a kernel inside a read counts as
-# reading.
+# These calls are noted only inside the given calls: a kernel inside a read counts as reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted
     ARITHMETIC: [(Kernel, "__call__")],
@@ -69,7 +68,7 @@ class Clock:
         self.spans, self._local, self._host = [], threading.local(), threading.get_ident()
 
     def during(self, what: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call something and note when this thread did it."""
+        """Do ``call``; note that this thread did ``what`` meanwhile, and when."""
         stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
         outer = stack[-1][0] if stack else None
         if outer not in OUTER.get(what, (outer,)):
@@ -96,7 +95,7 @@ class Clock:
         self.spans.append((lane, what, begin, end))
 
     def watching(self) -> ExitStack:
-        """Inside the block, note the engine's calls for all models."""
+        """Return a context; inside it the engine's calls are noted, for all models."""
         stack = ExitStack()
         for what, calls in CALLS.items():
             for owner, name in calls:
@@ -156,7 +155,7 @@ def _sample(model, ids, tokens, drop):
         return y
 
     def decode(y, n):
-        """Decode n + 1 tokens; read each one only after the next was scheduled."""
+        """Decode n + 1 tokens; read a token only after the next was scheduled."""
         nonlocal begin
         out = []
         for _ in range(n):

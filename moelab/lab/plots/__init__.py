@@ -1,4 +1,4 @@
-"""Draw charts, with the extra ``lab``: ``show`` a chart, or ``explore`` it with sliders."""
+"""``show`` a chart, or ``explore`` it with sliders; needs the extra ``lab``."""
 
 from importlib.util import find_spec
 

@@ -40,16 +40,16 @@ BAR = re.compile(r"[^\r\n]*\[[\d:]+[<,][^\]\r\n]*\]")
 INTRODUCTION = """# moelab
 
 moelab runs Mixture-of-Experts language models that are larger than memory, with their experts on
-the SSD; these notebooks measure what decides how fast.
+the SSD. These notebooks measure what decides the speed.
 
 Begin with 00, which explains the words. Then take any question: 01 to 05 are about streaming
 experts, 06 to 08 about drafts, 09 about other programs, 10 about what an operation costs, 11 about
 several machines, 12 about yours: what runs there, and how fast."""
 FIGURES = """A figure names its machine under its title: *here* is the computer that ran the
-notebooks, *recorded* the one of an earlier run, some with an H100 GPU. On a phone, tables and code
-scroll sideways."""
+notebooks, *recorded* is the computer of an earlier run, sometimes with an H100 GPU. On a phone,
+tables and code scroll sideways."""
 LIKE = {"title": str, "answer": str, "machine": str, "fast": bool, "failed": bool}
-SMALL = "Small sizes (MOELAB_FAST=1): a check that it runs, no measurement."
+SMALL = "Small sizes (MOELAB_FAST=1): this run checks the code and measures nothing."
 FAILED = "A cell failed: the page ends there."
 ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw HTML as text
 

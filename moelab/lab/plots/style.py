@@ -159,8 +159,7 @@ def figure(
 def ceiling(
     fig: go.Figure, value: float, label: str, at: str, axis: str = "y", log: bool = False, **where
 ) -> None:
-    """Draw a limit (of the SSD's rate, of memory) on axis ``x`` or ``y`` as a line, labelled ``at``
-    one of its ends."""
+    """Draw a limit, such as the SSD's rate, as a line; its label stands ``at`` one end."""
     look = {
         "line": {"color": GREY, "dash": "dash", "width": 1.5},
         "annotation_text": label,
@@ -173,12 +172,12 @@ def ceiling(
 
 
 def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
-    """Give a complete figure its alternative text, its finding and room for its legend."""
+    """Give a complete figure its alternative text, a finding, and room for the legend."""
     for trace in fig.data:
         trace.name = trace.name and "<br>".join(wrap(trace.name, LEGEND_CHARACTERS))
     meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b
     narrow = {"margin.l": min(fig.layout.margin.l or 50, 50), **meta.get("narrow", {})}
-    # A legend on a phone may also stand below the labels.
+    # On a phone a legend may be as wide as the figure, labels included.
     narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}
     bottom, low = (FOOTER + LEGEND_LINE * _legend_lines(fig, width) for width in (WIDE, NARROW))
     most = 1

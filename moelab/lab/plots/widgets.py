@@ -60,7 +60,7 @@ export default {{render({{model, el}}) {{
 
 
 class Explorer:
-    """Controls, a ``figure`` and the last call's ``error`` or None, in one ``view``."""
+    """A ``view`` of controls and a ``figure``, and the last call's ``error`` or None."""
 
     def __init__(self, fn: Callable, controls: dict, extremes: Iterable[dict], run_button, follow):
         self.fn, self.controls, self.error, self._follow = fn, controls, None, follow
@@ -109,7 +109,7 @@ class Explorer:
             self._button.disabled = False
 
     def _draw(self, fig: go.Figure):
-        """Show a figure; the room for its title never shrinks, nor do axes without ``follow``."""
+        """Show a figure; the room for titles never shrinks, nor do axes unless they ``follow``."""
         self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
             if axis.range and not self._follow:
