@@ -9,7 +9,6 @@ import argparse
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable
 
 SCRIPTS = {  # a script's name: its function, its help
     "call": ("limit:main", "call a function in this process, as ranks and memory limits need it"),
@@ -24,31 +23,25 @@ SCRIPTS = {  # a script's name: its function, its help
 def main(argv: list[str] | None = None) -> int:
     """Run one script and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        return script(argv)(*argv[1:]) or 0
-    except (ModuleNotFoundError, OSError, ValueError) as error:
-        print(f"moelab.lab: {error}", file=sys.stderr)
-        return 1
-
-
-def script(argv: list[str]) -> Callable[..., int | None]:
-    """Find the script that the first word names, check the other words, return its function."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.lab", description="Scripts that make a record or pages."
     )
     scripts = parser.add_subparsers(required=True, metavar="NAME")
-    for name, (where, help_text) in SCRIPTS.items():
-        words = scripts.add_parser(
-            name, help=help_text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        if name in argv[:1]:
-            run = pkgutil.resolve_name(f"{__package__}.{where}")
-            words.description = inspect.getmodule(run).__doc__
-            words.set_defaults(run=run)
-            for word in inspect.signature(run).parameters.values():
-                nargs = "*" if word.kind is word.VAR_POSITIONAL else None
-                words.add_argument(word.name, metavar=word.name.upper(), nargs=nargs, default=[])
-    return parser.parse_args(argv).run
+    form = argparse.RawDescriptionHelpFormatter
+    try:
+        for name, (where, help_text) in SCRIPTS.items():
+            words = scripts.add_parser(name, help=help_text, formatter_class=form)
+            if name in argv[:1]:
+                run = pkgutil.resolve_name(f"{__package__}.{where}")
+                words.description = inspect.getmodule(run).__doc__
+                for word in inspect.signature(run).parameters.values():
+                    nargs = "*" if word.kind is word.VAR_POSITIONAL else None
+                    words.add_argument(word.name, metavar=word.name.upper(), nargs=nargs)
+        parser.parse_args(argv)  # checks the words
+        return run(*argv[1:]) or 0
+    except (ModuleNotFoundError, OSError, ValueError) as error:
+        print(f"moelab.lab: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..commands.stream_options import check_stream_options, option_type, stream_config
+from ..commands.stream_options import option_type
 from ..streaming.config import OPTIONS, SLOT_MODES, StreamConfig
 from ..streaming.residency.table import EVICTION
 
@@ -39,13 +39,6 @@ def several(item: Callable[[str], Any]) -> Callable[[str], tuple]:
         return tuple(values)
 
     return items
-
-
-def modes_given(args: argparse.Namespace) -> dict[str, StreamConfig]:
-    """Make the modes' configurations from the options; an option without effect is an error."""
-    configs = parse_modes(args.modes, stream_config(args))
-    check_stream_options(args, configs)
-    return configs
 
 
 def parse_modes(text: str, base: StreamConfig | None = None) -> dict[str, StreamConfig]:

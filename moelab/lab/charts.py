@@ -197,9 +197,6 @@ def say(text: str) -> None:
     display({"text/markdown": text, "text/plain": text}, raw=True)
 
 
-# Numbers and words of a table
-
-
 def _grouped(samples, value, by, panel):
     """Return ``{panel: {group: samples}}`` of a column or expression, without missing values."""
     alive = samples[~samples.killed] if "killed" in samples else samples
@@ -253,9 +250,6 @@ def _series(points):
 def _told(label, words, between=", "):
     told = between.join(words)
     return f"{label}: {told}." if label not in (None, "") else f"{told}."
-
-
-# Panels of horizontal bars
 
 
 def _part(name, k, panel, place):

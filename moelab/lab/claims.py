@@ -50,8 +50,7 @@ class Figure:
     low: float  # low to high: the interval of the median
     high: float
     n: int  # samples; 0 for a count
-    gate: str  # what the claim asks of the numbers
-    claimed: str  # the source's number, if it is shown beside ours
+    gate: str  # what the claim asks of the numbers, and the source's number if it gives one
     says: str  # ``confirmed``, ``refuted`` or ``open``
     missing: str = ""  # what the records lack, if nothing was measured
 
@@ -65,7 +64,7 @@ class Figure:
         return f"{self.median:{form}}{interval}"
 
     def __str__(self):
-        return f"{self.regime}: {self.measured} ({self.claimed}{self.gate})"
+        return f"{self.regime}: {self.measured} ({self.gate})"
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ def _figure(claim, names, regime, figure):
     if len(gates) != 1:
         raise ValueError(f"{where}: expected least or most, got {', '.join(figure)}")
     ((sign, gate),) = gates
-    claimed = f"{figure['claimed']:g} claimed, " if "claimed" in figure else ""
-    told = f"at {sign} {gate:g}", claimed
+    told = f"{figure['claimed']:g} claimed, " if "claimed" in figure else ""
+    told += f"at {sign} {gate:g}"
     try:
         found = eval(figure["is"], names)
         counted = np.ndim(found) == 0
@@ -126,11 +125,11 @@ def _figure(claim, names, regime, figure):
             raise ValueError("some samples are missing")
         ends = records.interval(samples)
     except (FileNotFoundError, KeyError) as error:  # no record, or no such variant in it
-        return Figure(regime, *[float("nan")] * 3, 0, *told, OPEN, _missing(error))
+        return Figure(regime, *[float("nan")] * 3, 0, told, OPEN, _missing(error))
     except Exception as error:
         raise ValueError(f"{where}: {error!r}. Correct it in data/claims.json.") from error
     n, says = 0 if counted else len(samples), _says(sign, gate, figure.get("within"), ends)
-    return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, *told, says)
+    return Figure(regime, float(np.median(samples)), ends["low"], ends["high"], n, told, says)
 
 
 def _says(sign, gate, within, ends):

@@ -278,10 +278,9 @@ def interleave(
                     killed |= {name} if made[name].get("killed") else set()
                 bar.update()
             if i >= 0:
-                done = (name for name in variants if name in made)
-                rows += [{"variant": n, "round": i} | made[n] | same for n in done]
-            if i >= 0 and keep:
-                keep(running.table(rows, partial=True))
+                rows += [{"variant": n, "round": i} | made[n] | same for n in variants if n in made]
+                if keep:
+                    keep(running.table(rows, partial=True))
     return running.table(rows)
 
 

@@ -49,20 +49,19 @@ class Variant:
     @property
     def facts(self) -> dict[str, Any]:
         """The columns that tell this variant's rows apart, without those that do not apply."""
-        drafts = {"draft": Path(self.draft or "").name, "num_drafts": str(self.num_drafts)}
-        config, cache = self.config, {}
-        if config.mode in SLOT_MODES:
-            cache |= {} if config.asks_for_slots else {"slots": config.slots}
-            cache |= {"policy": config.policy} if isinstance(config, Evicting) else {}
-        facts = {"top_k": config.top_k, "limit_nbytes": self.limit_nbytes}
-        return {
+        config, has_slots = self.config, self.config.mode in SLOT_MODES
+        facts = {
             "mode": config.mode,
-            **cache,
-            **{name: value for name, value in facts.items() if value},
-            **(drafts if self.draft else {}),
-            **({"cold": self.cold} if self.cold != "no" else {}),
-            **({} if config.reads == "auto" else {"direct": config.reads == "direct"}),
+            "slots": config.slots if has_slots and not config.asks_for_slots else None,
+            "policy": config.policy if has_slots and isinstance(config, Evicting) else None,
+            "top_k": config.top_k,
+            "limit_nbytes": self.limit_nbytes,
+            "draft": Path(self.draft).name if self.draft else None,
+            "num_drafts": str(self.num_drafts) if self.draft else None,
+            "cold": None if self.cold == "no" else self.cold,
+            "direct": None if config.reads == "auto" else config.reads == "direct",
         }
+        return {name: value for name, value in facts.items() if value is not None}
 
 
 def resident_like(base: StreamConfig) -> StreamConfig:

@@ -22,11 +22,11 @@ from ...commands.argument_types import (
 )
 from ...commands.arguments import add_model, add_number, add_sampling
 from ...commands.drafting import draft_config
-from ...commands.stream_options import add_stream_options
+from ...commands.stream_options import add_stream_options, check_stream_options, stream_config
 from ...memory import memory_available
 from ...streaming.reading import native
 from .. import limit, machine, oscache, records
-from ..arguments import MEASURED_SLOTS, Evicting, modes_given, parse_modes, several
+from ..arguments import MEASURED_SLOTS, Evicting, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
 from ..texts import PROMPTS, heldout_ids
@@ -242,8 +242,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    configs = parse_modes(args.modes, stream_config(args))
+    check_stream_options(args, configs)  # an option without effect is an error
     variants = crossed(
-        modes_given(args),
+        configs,
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
         args.draft,
         args.lengths,

@@ -121,8 +121,14 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
     hit_s, experts_s = medians["token", "slots", 0], K * expert_s
 
     def line(variant):
+        """Fit seconds per byte and per call, not negative, by least squares of relative errors."""
         misses, reads = by_misses("reads", variant)
-        return _line(misses * nbytes, reads)
+        sizes = misses * nbytes
+        if len(sizes) > 1:
+            slope, call_s = np.polyfit(sizes, reads, 1, w=1 / reads)
+            if slope >= 0 and call_s >= 0:
+                return float(slope), float(call_s)
+        return float((sizes * reads).sum() / (sizes * sizes).sum()), 0.0
 
     def beside(variant):
         """Return the seconds of a byte and of a call, and how much of the shorter of reads and
@@ -146,15 +152,6 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
     known |= dict(zip(("warm_s_per_byte", "warm_call_s"), line(PAGES)))
     known |= dict(zip(("cold_s_per_byte", "cold_call_s", "overlap"), beside(DISK)))
     return Costs(fixed_s=fixed_s, expert_s=expert_s, **known)
-
-
-def _line(nbytes, seconds):
-    """Fit seconds per byte and per call by least squares of relative errors; none is negative."""
-    if len(nbytes) > 1:
-        slope, call_s = np.polyfit(nbytes, seconds, 1, w=1 / seconds)
-        if slope >= 0 and call_s >= 0:
-            return float(slope), float(call_s)
-    return float((nbytes * seconds).sum() / (nbytes * nbytes).sum()), 0.0
 
 
 def rows_with_misses(misses, num, L, E, K, rng):

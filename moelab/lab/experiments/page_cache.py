@@ -35,9 +35,6 @@ def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
     return by_token.Routers(config, tensors, trace, seed=0).routing.route(trace.tokens)
 
 
-# What was measured
-
-
 def told(samples: DataFrame) -> DataFrame:
     """Add this notebook's columns to a bench's samples, without the resident model's rows.
 
@@ -59,9 +56,6 @@ def told(samples: DataFrame) -> DataFrame:
         out["disk_percent"] = np.minimum(100 * brought, 100 - out.slot_percent)
         out["page_percent"] = 100 - out.slot_percent - out.disk_percent
     return out.sort_values("slots", kind="stable")
-
-
-# In replay
 
 
 def machine_and_model(samples: DataFrame) -> tuple[Plan, Costs]:
