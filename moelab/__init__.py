@@ -1,14 +1,14 @@
 """How fast can a Mixture-of-Experts model decode with its experts on the SSD, and why?
 
-One set of letters everywhere: B batch, T tokens, D hidden size, F expert hidden size,
-E experts, K experts per token (top-k), S slots per layer, L layers. Names of sizes
-in bytes end in ``nbytes``, names of times in seconds in ``_s``.
+Each letter means the same everywhere: B batch, T tokens, D hidden size, F hidden size of an
+expert, E experts, K experts per token (top-k), S slots per layer, L layers. Names of sizes in
+bytes end in ``nbytes``, names of times in seconds in ``_s``.
 
-    checkpoint/     the files of a model: headers, formats, what is damaged
-    streaming/      ``load``: experts on disk, slots, the plan of memory
+    checkpoint/     a model's files: headers, formats, errors of damaged files
+    streaming/      ``load``: experts on disk, slots in memory, the plan of memory
     kernels/        kernels for CPUs, built with llvmlite; without llvmlite MLX computes
     speculation/    drafts, their verification, the rollback of caches
-    commands/       ``python -m moelab``, and the server
+    commands/       the commands of ``python -m moelab``, and the server
     replay/         what recorded routing would cost with other slots and policies
     lab/            measurements, records and charts, for the notebooks
 
@@ -20,7 +20,7 @@ the server (commands/server/__init__.py).
 import _signal
 import sys
 
-# ``python -m moelab`` begins here: until ``__main__`` sets a handler, Ctrl-C prints no traceback.
+# ``python -m moelab`` begins here: Ctrl-C prints no traceback until ``__main__`` handles it.
 if (
     sys.argv[:1] == ["-m"]
     and "moelab" in sys.orig_argv
@@ -36,13 +36,13 @@ from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is i
 compiled.keep_own()
 
 __version__ = "0.2.0"
-# The engine's number, which records carry. Raise it when the engine changes what it
-# reads or computes, or when it does so.
+# The engine's version, which records name. Raise it when the engine reads or computes other
+# things than before, or at other moments.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
-_PUBLIC = {  # names by the module that they come from
+_PUBLIC = {  # public names by the module that defines them
     "checkpoint": "CheckpointError",
     "speculation.dflash": "DFlashDraft",
     "speculation.drafts": "LookupDraft ModelDraft",

@@ -1,7 +1,8 @@
-"""The command line, ``python -m moelab COMMAND``: a table of the commands, each of them a module.
+"""The command line ``python -m moelab COMMAND``: each command is a module of the table below.
 
-Only the module of the given command is imported, so ``--help`` alone does not wait for MLX. Exit
-status: 1 for an error, 2 for a wrong command line, 130 for Ctrl-C, 141 if nobody reads the output.
+Only the given command's module is imported, so ``--help`` alone does not wait for MLX. The exit
+status is 1 after an error, 2 after a wrong command line, 130 after Ctrl-C, and 141 if nobody reads
+the output.
 """
 
 import argparse
@@ -15,22 +16,22 @@ from pathlib import Path
 
 from . import __version__, interrupts
 
-DIVIDED = ("generate", "serve")  # what ``mlx.launch`` may start in several processes
-COMMANDS = {  # name: its module, what it does
+DIVIDED = ("generate", "serve")  # commands that ``mlx.launch`` may start in several processes
+COMMANDS = {  # by name: the command's module, and what the command does
     "check": ("lab.check", "does this machine have what it takes?"),
     "generate": ("commands.generate", "continue a prompt"),
-    "cache-prompt": ("commands.cache_prompt", "read how prompts begin once, for generate to go on"),
+    "cache-prompt": ("commands.cache_prompt", "read the beginning of prompts once, for generate"),
     "chat": ("commands.chat", "talk in a terminal"),
     "serve": ("commands.serve", "answer clients of OpenAI's and Anthropic's APIs over HTTP"),
-    "bench": ("lab.experiments.bench", "decode in several modes, against the resident model"),
+    "bench": ("lab.experiments.bench", "time decoding in several modes, beside the resident model"),
     "plan": ("lab.experiments.plan", "how fast would a model decode here, or on another machine?"),
-    "synthesize": ("commands.synthesize", "a random checkpoint with a real model's layer shapes"),
-    "repack": ("commands.repack", "put each expert's bytes together on disk"),
+    "synthesize": ("commands.synthesize", "write a random checkpoint of a real model's shapes"),
+    "repack": ("commands.repack", "copy a model, with each expert's bytes in one piece"),
 }
 
 
 class _Help(argparse.HelpFormatter):
-    """Puts long options on the line of their help, and does not break options at hyphens."""
+    """Starts the help of long options on the options' line, and breaks no option at a hyphen."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
@@ -40,18 +41,18 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Once(argparse.Action):
-    """Stores a value; a second value is an error, since argparse would ignore the first."""
+    """Stores an option's value. A second value is an error: argparse would ignore the first."""
 
     def __call__(self, parser, namespace, values, option_string=None):
         given = namespace.__dict__.setdefault("given", set())
         if self.dest in given:
-            parser.error(f"{option_string or self.metavar} is there twice: leave one of them out")
+            parser.error(f"{option_string or self.metavar} is given twice: leave one of them out")
         given.add(self.dest)
         setattr(namespace, self.dest, values)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse a command's arguments; the result also has the command's ``run``."""
+    """Parse a command line; the result also has the command's function ``run``."""
     parser = argparse.ArgumentParser(
         prog="moelab" if Path(sys.argv[0]).stem == "moelab" else "python -m moelab",
         description="Mixture-of-Experts decoding with the experts on disk.",
@@ -85,14 +86,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.error(f"{given} does not take {unknown[0]}: {advice}")
     if given not in DIVIDED and "MLX_RANK" in os.environ:
         args.error(
-            f"{given} runs in one process, but mlx.launch started this one: only "
-            f"{' and '.join(DIVIDED)} divide a model's experts. Start it by itself"
+            f"{given} runs in one process, but mlx.launch started this process: only "
+            f"{' and '.join(DIVIDED)} divide a model's experts. Start it without mlx.launch"
         )
     return args
 
 
 def _check_options(name, command, words):
-    """End the command at an option that it does not have, and say which one may be meant."""
+    """End the command at an option that it does not have, and name the option that may be meant."""
     from difflib import get_close_matches
 
     known = {option: option for action in command._actions for option in action.option_strings}
@@ -101,7 +102,7 @@ def _check_options(name, command, words):
             known.setdefault(f"--{action.dest}", f"{action.metavar}, without a flag before it")
     for word in words[: words.index("--") if "--" in words else None]:
         option, _, value = word.partition("=")
-        if not option.startswith("--") or " " in option:  # a value and no option
+        if not option.startswith("--") or " " in option:  # a value, not an option
             continue
         if value == "--":  # argparse of Python 3.11 makes an empty list of it
             command.error(f"argument {option}: expected a value, got '--'")
@@ -114,7 +115,7 @@ def _check_options(name, command, words):
 
 
 def _as_typed(text, flags):
-    """Return an error's text with a user's options in place of Python's names."""
+    """Return an error's text with the command's options in place of Python's field names."""
 
     def flag(found):
         name = found[1] or found[2] or found[3]
@@ -143,8 +144,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # nobody reads stdout any more, as in "... | head -1"
-        return 141  # what a shell says of a command that SIGPIPE ended
-    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # said in one line
+        return 141  # a shell's status of a command that SIGPIPE ended
+    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # told in one line
         said = str(error)
         if isinstance(error, OSError) and error.strerror:  # without Python's "[Errno 2]"
             said = f"{error.filename}: " * bool(error.filename) + error.strerror
@@ -154,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
         print(said, file=sys.stderr)
         return 1
     except RuntimeError as error:
-        # MLX lacks memory, or macOS ended what took a Mac's GPU too long.
+        # MLX lacks memory, or macOS ended work that took a Mac's GPU too long.
         if not re.match(r"\[(METAL|malloc|metal::malloc)\]", str(error)):
             raise
         long = re.search("Timeout|Interactivity", str(error))
@@ -164,23 +165,23 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         try:
             sys.stdout.flush()
-        except OSError:  # drop the text: Python would report the error again at its end
+        except OSError:  # drop the text: Python would report the error again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_current_folder():
-    """Name the current folder if it was removed: the errors of relative paths would not name it."""
+    """Raise an error that names the current folder if it was removed; later errors would not."""
     try:
         os.getcwd()
     except FileNotFoundError as error:
         raise ValueError(
-            f"the current folder {os.environ.get('PWD', '')} was removed: change to another one "
-            "and run the command there"
+            f"the current folder {os.environ.get('PWD', '')} was removed: change to another "
+            "folder and run the command there"
         ) from error
 
 
 def start() -> None:
-    """Run this process's command, and end the process: ``moelab``, or ``python -m moelab``."""
+    """Run the command line of ``moelab`` or ``python -m moelab``, and end the process."""
     interrupts.end_at_ctrl_c()
     code = main()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C must not kill Python during its exit

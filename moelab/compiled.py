@@ -1,7 +1,7 @@
-"""Have MLX compile in a folder that this user owns.
+"""Makes MLX compile in a folder that this user owns.
 
-On a CPU MLX compiles in ``TMPDIR/mlx``, which belongs to the first user who ran MLX. For another
-user MLX cannot write there, and it would run what the first user put there.
+On a CPU MLX compiles kernels in ``TMPDIR/mlx``, which belongs to the first user who ran MLX. MLX
+of another user cannot write there, and would run what the first user put there.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def keep_own() -> None:
-    """Set another ``TMPDIR`` if another user owns the folder ``mlx`` in it."""
+    """Set ``TMPDIR`` to a folder of this user if another user owns ``TMPDIR/mlx``."""
     with suppress(OSError):
         if Path(os.environ.get("TMPDIR") or "/tmp", "mlx").stat().st_uid != os.getuid():
             own = Path.home() / ".cache" / "moelab" / "tmp"

@@ -1,14 +1,14 @@
 """Published configurations of models, with the keys that mlx-lm's classes need.
 
-From them ``synthesize`` writes checkpoints of real shapes and ``python -m moelab plan`` knows a
-model's sizes before it is downloaded. The totals of parameters are within 1% of the published ones.
-Values that change no size and were not found are mlx-lm's defaults.
+From them ``synthesize`` writes checkpoints of real shapes, and ``python -m moelab plan`` knows the
+sizes of a model before its download. Each model's total of parameters is within 1% of the published
+total. Values that were not found, and that change no size, are mlx-lm's defaults.
 
 Three models use mlx-lm's class of another model, for their sizes only. deepseek-v4-flash uses
-deepseek_v41's class, whose compressors take 0.04 B parameters more; its own first three layers
-route by a table. qwen3.8-flash-next uses mlx-vlm's class. Without mlx-vlm it uses Qwen3.5's class,
-which lacks hyper-connections, indexers, the n-gram table (51 B) and the table's readers (0.7 B).
-glm-5.3-flash uses Kimi K3's class, which has another activation and lacks indexers and
+deepseek_v41's class, whose compressors take 0.04 B parameters more; the real model's first three
+layers route by a table. qwen3.8-flash-next uses mlx-vlm's class. Without mlx-vlm it uses Qwen3.5's
+class, which lacks hyper-connections, indexers, the n-gram table (51 B) and the table's readers (0.7
+B). glm-5.3-flash uses Kimi K3's class, which has another activation and lacks indexers and
 hyper-connections (0.12 B). kimi-k3 leaves out the vision part. deepseek-v4.1-flash leaves out the
 vision part, engram (mlx-lm refuses it) and the three draft layers. Vocabulary and untied head of
 olmoe-1b-7b are transformers' defaults. Kimi's lists of layers count from 1.
@@ -27,7 +27,7 @@ for _name, _config in CONFIGS.items():
 
 
 def one_of(names: Iterable[str], given: str, also: str = "") -> str:
-    """Return the name that ``given`` means; case and dashes do not count. Errors name near ones."""
+    """Return the name that ``given`` means, in any case and with any dashes; errors list others."""
     plain = {_plain(name): name for name in names}
     if _plain(given) in plain:
         return plain[_plain(given)]

@@ -1,4 +1,4 @@
-"""How the tokens that a model writes become text, one by one."""
+"""Turns the tokens that a model writes into text, one token at a time."""
 
 import codecs
 import re
@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
-CLEANED = "a . a ? a ! a , a ' a n't a 'm a 's a 've a 're"  # clean-up drops spaces of this text
+CLEANED = "a . a ? a ! a , a ' a n't a 'm a 's a 've a 're"  # clean-up drops spaces from this text
 UNSURE = " 'nvr"  # after one of these, the next character may make clean-up drop a space
 
 
@@ -28,7 +28,7 @@ class Detokenizer(StreamingDetokenizer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer, self._decode, self._clean = tokenizer, tokenizer.decode, None
-        self._bytes = {}  # by token; copies share it
+        self._bytes = {}  # the bytes of each token; copies of this object share them
         encode = partial(tokenizer.encode, add_special_tokens=False)
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):  # fast BPE ignores this flag
             ids, plain = encode(CLEANED), partial(self._decode, clean_up_tokenization_spaces=False)
@@ -40,12 +40,12 @@ class Detokenizer(StreamingDetokenizer):
         self.reset()
 
     def reset(self) -> None:
-        """Begin another text, without a prompt's half character."""
+        """Begin a new text, and drop the bytes of an unfinished character."""
         self.tokens, self._pieces, self.offset, self._held = [], [], 0, ""
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def begin(self, prompt: list[int]) -> bool:
-        """Begin the text after a prompt. Returns whether the prompt ends in half a character."""
+        """Begin the text after a prompt; return whether the prompt ends in half a character."""
         self.reset()
         for token in prompt[-3:]:  # half a character has at most three bytes
             self._utf8.decode(self.bytes_of(token))
@@ -58,12 +58,12 @@ class Detokenizer(StreamingDetokenizer):
 
     @property
     def last_segment(self) -> str:
-        """The text added since the last look at this property, without a copy of the whole text."""
+        """The text added since this property was last read; the whole text is not copied."""
         begin, self.offset = self.offset, len(self._pieces)
         return "".join(self._pieces[begin:])
 
     def add_token(self, token: int) -> None:
-        """Add a token's text, as far as it cannot change."""
+        """Add a token, and its text as far as later tokens cannot change it."""
         self.tokens.append(token)
         self._add(self._utf8.decode(self.bytes_of(token)))
 
@@ -87,7 +87,7 @@ class Detokenizer(StreamingDetokenizer):
         return self._bytes[token]
 
     def _add(self, text, last=False):
-        """Add decoded text, except an end that clean-up may still change."""
+        """Add decoded text, except for an end that clean-up may still change."""
         if self._clean:
             text = self._held + text
             end = len(text if last else text.rstrip(UNSURE))

@@ -1,7 +1,7 @@
-"""The soft limit of open files is raised for a model's files; the hard limit stays.
+"""Raises the soft limit of open files for a model's files, and leaves the hard limit as it is.
 
-mlx-lm sets both limits to its own numbers when it is imported. This fails if the hard limit is
-below 4096, and lowers a higher hard limit. Here mlx-lm is imported without setting the limits.
+mlx-lm sets both limits to its own numbers when it is imported. That fails if the hard limit is
+below 4096, and lowers a higher hard limit. So mlx-lm is imported here without setting the limits.
 """
 
 import errno
@@ -16,7 +16,7 @@ import psutil
 
 
 def allow_open(n: int, path: Path) -> None:
-    """Let the process open ``n`` more files of a model; OSError names the limit that is too low."""
+    """Let the process open ``n`` more files of a model; OSError names a limit that is too low."""
     needed = psutil.Process().num_fds() + n + 64  # for sockets, pipes, libraries, a trace
     _raise_soft_limit(needed)
     allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -37,7 +37,7 @@ def _raise_soft_limit(n):
 
 
 class _Finder(PathFinder):
-    """Finds ``mlx_lm.utils`` before other finders do, and nothing else."""
+    """Finds the module ``mlx_lm.utils`` before other finders do, and finds no other module."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):

@@ -1,4 +1,4 @@
-"""How a prompt becomes the text and the tokens that a model reads."""
+"""Turns a prompt into the text and the tokens that a model reads."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def templated(
 ) -> str:
     """Write a prompt as a chat by the tokenizer's template, as ``mlx_lm.generate`` does.
 
-    ``answer``: how the answer begins; ``config``: more arguments of the template.
+    ``answer`` is how the answer begins; ``config`` has more arguments of the template.
     """
     said = {"system": system, "user": prompt, "assistant": answer}
     messages = [{"role": k, "content": v} for k, v in said.items() if v is not None]
@@ -28,13 +28,13 @@ def templated(
 
 
 def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
-    """Return ``template(prompt)`` from the prompt on; a cache holds the text before it."""
+    """Return ``template(prompt)`` without the text before the prompt, which a cache holds."""
     text, mark = template(prompt), "<query>"
     before, found, _ = template(mark).partition(mark)
     if not found:
         raise ValueError(
-            "chat template: expected one that writes a message as it is, this one changes it, "
-            "so the prompt cannot go on from a prompt cache file."
+            "chat template: expected a template that does not change a message's text, but this "
+            "template does, so the prompt cannot go on from a prompt cache file."
         )
     return text[len(before) :]
 
@@ -42,31 +42,31 @@ def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
 def render(
     tokenizer: TokenizerWrapper, messages: list[dict], config: dict | None = None, **options: bool
 ) -> str:
-    """Apply the chat template; ``config``: the user's arguments, ``options``: mlx-lm's flags."""
+    """Apply the chat template with the user's arguments ``config`` and mlx-lm's ``options``."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
     except Exception as error:  # whatever a template or its arguments raise
         given = f" with {', '.join(config)}" if config else ""
         raise ValueError(
-            f"chat template of the tokenizer: expected one for messages of "
-            f"{', '.join(m['role'] for m in messages)}{given}, it fails: {describe(error)}. Leave "
-            "out what it does not take."
+            f"chat template of the tokenizer: it fails for messages of "
+            f"{', '.join(m['role'] for m in messages)}{given}: {describe(error)}. Leave out what "
+            "the template does not take."
         ) from error
 
 
 def encode(tokenizer: TokenizerWrapper, text: str, special: bool = True) -> list[int]:
-    """The tokens of a prompt, at least one; ``special`` adds the tokens that begin a text."""
+    """Return a prompt's tokens, at least one; ``special`` adds the tokens that begin a text."""
     ids = tokenizer.encode(text, **({} if special else {"add_special_tokens": False}))
     if not len(ids):
         raise ValueError(
-            f"prompt {text!r}: expected a text of at least one token, the tokenizer made none. "
-            "Give another."
+            f"prompt {text!r}: expected a text of at least one token, but the tokenizer made "
+            "none. Give another text."
         )
     return ids
 
 
 def vocabulary(model: nn.Module) -> int:
-    """The vocabulary V of an mlx-lm model, from its configuration or else its embedding."""
+    """Return the vocabulary's size V, from a model's configuration or else from its embedding."""
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     text = text if isinstance(text, dict) else vars(text)

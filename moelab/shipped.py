@@ -1,4 +1,4 @@
-"""Files of ``data/``, which the repository has and an installed package has not."""
+"""Finds files of ``data/``, which the repository has and an installed package has not."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from . import DATA
 
 
 def shipped(*names: str) -> Path:
-    """A file or folder below ``data/``; an installed moelab has none."""
+    """Return a path below ``data/``; raise FileNotFoundError if moelab is installed without it."""
     if not (DATA / names[0]).exists():
         raise FileNotFoundError(
             f"{'/'.join(('data', *names))}: not there, since an installed moelab has no data/. "

@@ -1,4 +1,4 @@
-"""python -m moelab: no option is ignored, no value is taken for another, no traceback."""
+"""The command line ignores no option, takes no value for another, and prints no traceback."""
 
 import argparse
 import inspect
@@ -120,7 +120,7 @@ generate m --prompt x --slots 3 | --slots: expected at least 8 .* lower --expert
 generate m --prompt x --memory-nbytes 9PB | as in 500MB or 2GB
 generate m --prompt x --memory-nbytes 1MB | expected at least .* of memory .* got 1 MB
 generate m --prompt x --temperature 1 | did you mean --temp
-generate m --prompt x --top-k 3 | --sampling-top-k .* --experts-top-k .* two mean
+generate m --prompt x --top-k 3 | two meanings .* --sampling-top-k .* --experts-top-k
 generate m --prompt x --experts-top-k 99 | --experts-top-k: expected 1 to 64
 generate m --prompt x --experts-top-k 65 --mode resident | --experts-top-k: expected 1 to
 generate m --prompt x --experts-top-k 65 --mode serial | --experts-top-k: expected 1 to
@@ -169,7 +169,7 @@ bench m --modes fused/slots=8/slots=9 | slots is there twice
 bench m --modes resident/slots=8 | slots in 'resident/slots=8' has no effect
 bench m --modes fused/slots=20,stacked/slots=30 --slots 9 | --slots.*fused/slots=20
 bench m --slots 2 | --slots: expected at least 8
-bench m --tokens 3 --tokens 4 | --tokens is there twice
+bench m --tokens 3 --tokens 4 | --tokens is given twice
 bench m --lengths 2,4,2 | --lengths.*expected
 bench m --feed traces/code.npz --tokens 500 | 516 tokens behind it .* got 128 and 512
 bench moe --feed traces/code.npz | expected tokens below .*, the vocabulary of
@@ -248,7 +248,7 @@ def place(tmp_path_factory, moe, model_path):
 @pytest.mark.parametrize("command, said", mistakes())
 @pytest.mark.usefixtures("in_time")
 def test_a_mistake_gets_one_line_that_says_what_to_do(command, said, place, run, monkeypatch):
-    """The line comes before any work: nothing is downloaded, measured or written."""
+    """The error comes before any work: nothing is downloaded, measured or written."""
     if "/proc/" in command and not os.path.exists("/proc"):
         pytest.skip("needs a folder in which root cannot write either")
     offline = partial(mlx_lm.utils.snapshot_download, local_files_only=True)
@@ -293,7 +293,7 @@ def test_usage_says_how_it_was_started(started_as, run, monkeypatch):
 
 
 def test_what_help_and_the_first_second_need():
-    """``--help`` imports no command and not MLX, whose import takes most of a second."""
+    """``--help`` imports neither a command nor MLX, whose import takes most of a second."""
     code = (
         "import sys\n"
         "from moelab.__main__ import parse\n"
@@ -396,7 +396,7 @@ def test_a_dash_reads_standard_input(data, refused, work, monkeypatch, run):
 
 
 def test_a_prompt_without_a_token():
-    """Some tokenizers make no token of blanks."""
+    """Some tokenizers make no token from blanks."""
     with pytest.raises(ValueError, match="prompt '   ': .* at least one token"):
         encode(SimpleNamespace(encode=lambda text: []), "   ")
 
@@ -450,7 +450,7 @@ def begin(*_):
     Gone()
 
 def wait(*_):
-    "In native code, for a lock that nobody gives back."
+    "Wait in native code for a lock that nobody releases."
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     memory = ctypes.create_string_buffer(64)
     for _ in range(2):
@@ -466,7 +466,7 @@ save = kv_cache.mlx_lm_cache.save_prompt_cache
 sys.argv[1:] = {!r}.split()
 runpy.run_module("moelab", run_name="__main__")
 """
-CUTS = {  # a command on model M: where Ctrl-C ends it, and what it says
+CUTS = {  # a command on model M: where Ctrl-C ends the command, and what the command says
     "check M --json o.json": ("from moelab.lab import check\ncheck.swapped_s = begin", ""),
     "generate M -p v": ("sys.meta_path.insert(0, Imported())", ""),
     "generate M -p w": ("session.Room.parts = begin", ""),
@@ -482,7 +482,7 @@ CUTS = {  # a command on model M: where Ctrl-C ends it, and what it says
 
 @pytest.mark.parametrize("command", CUTS)
 def test_ctrl_c_leaves_nothing(command, model_path, tmp_path):
-    """Also in a destructor, where Python loses Ctrl-C. A child left behind would hold the pipes."""
+    """Ctrl-C counts in a destructor, too, where Python loses it. A child would keep a pipe open."""
     cut, said = CUTS[command]
     script = CTRL_C.format(cut, command.replace("M", str(model_path)))
     done = subprocess.run(
@@ -517,7 +517,7 @@ def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
     here, make = tmp_path / "a [x]", dict(config=small(), tokenizer=tokenizer, progress=False)
     model, cache, packed = (str(here / name) for name in ("m [1]", "c [2].safetensors", "p [3]"))
     synthesize_.synthesize(model, **make)
-    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # a [x] and m [1] as patterns
+    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # what [x] and [1] match
     say = ("--prompt", "def", "--max-tokens", "4")
     for argv in (
         ("plan", model),

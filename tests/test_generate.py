@@ -1,4 +1,4 @@
-"""python -m moelab generate, chat and cache-prompt: the texts of mlx-lm's commands, streamed."""
+"""generate, chat and cache-prompt write the texts of mlx-lm's commands, with streamed experts."""
 
 import importlib
 import io
@@ -37,7 +37,7 @@ TEMPLATE = (  # a chat template that adds something to messages
 
 @pytest.fixture(scope="module")
 def chatty(tmp_path_factory):
-    """tiny-moe with ``TEMPLATE``."""
+    """The model tiny-moe with the chat template ``TEMPLATE``."""
     path = tmp_path_factory.mktemp("chatty") / "m"
     shutil.copytree(MODEL, path, ignore=shutil.ignore_patterns("heldout"))
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -79,7 +79,7 @@ def drafted(draft, n):
 
 
 SAMPLED = ["--temp", 0.8, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5]
-WAYS = {  # options, and the drafts with which the text is the same
+WAYS = {  # options, and the drafts that leave the text as it is
     "greedy": ([], DRAFTS),
     "sampled": (SAMPLED, DRAFTS),
     "4 bits": (["--kv-bits", 4, "--kv-group-size", 32, "--quantized-kv-start", 0], DRAFTS[:1]),
@@ -119,7 +119,7 @@ def test_what_ends_a_text(command, capsys, monkeypatch):
     """End tokens, given as text or as a number, end a text; --verbose F prints the bare text."""
     more = ["-p", "def f(x):\\n", "-m", 12]
     whole = text_of(command("generate", MODEL, *SLOTS, *more))
-    assert whole.startswith("def f(x):\n    ") and ").diff" in whole  # two tokens
+    assert whole.startswith("def f(x):\n    ") and ").diff" in whole  # ").diff" is two tokens
     for ends in ([").", "505"], ["4390"]):
         more[4:] = ["--extra-eos-token", *ends]
         wanted = theirs(capsys, monkeypatch, "--model", MODEL, *more)
@@ -187,7 +187,7 @@ def test_the_chat_template(options, chatty, command, capsys, monkeypatch):
 
 @pytest.mark.parametrize("newer", [None, "chat_template.jinja", "tokenizer_config.json"])
 def test_an_older_template(newer, tmp_path):
-    """chat_template.json counts where no newer file has a template and no option gives one."""
+    """chat_template.json is used if no newer file has a template and no option gives one."""
     shutil.copy(MODEL / "tokenizer.json", tmp_path)
     config, name = json.loads((MODEL / "tokenizer_config.json").read_text()), "chat_template"
     files = {"chat_template.json": json.dumps({name: "old"}), "chat_template.jinja": "new"}
@@ -249,7 +249,7 @@ def replaced(name, change):
     return lambda arrays, about: ({**arrays, name: change(arrays[name])}, {**about})
 
 
-CHANGES = {  # of arrays and metadata in a file; tiny-moe's layer 0 has a state, 7 keys and values
+CHANGES = {  # of a file's arrays and metadata; layer 0 has a state, layer 7 keys and values
     "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
     "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
     "too many tokens": replaced("7.2", lambda a: a + 1000),
@@ -273,7 +273,7 @@ def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
             about.pop("0.checksum", None)
     mx.save_safetensors(str(file), arrays, about)
     got = run("generate", *more, "--max-tokens", 1)
-    assert got.code == 0 and "without a checksum" in got.said
+    assert got.code == 0 and "has no checksum" in got.said
 
 
 def test_a_prompt_cache_is_replaced_behind_its_link(command, tmp_path):
@@ -309,12 +309,12 @@ def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path
 
 
 def said(out):
-    """What a chat answered, without its lines of figures and its colours."""
+    """What a chat printed, without the codes of a terminal."""
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[\x01\x02]", "", out)
 
 
 def test_chat(chatty, command):
-    """Two messages come, ``r`` forgets them, the first comes again, then the file ends."""
+    """Two messages come, ``r`` forgets them, the first message comes again, and the input ends."""
     first, second = "def read_json(path):", "\ndef write_json(path):"
     model, tokenizer = moelab.load(MODEL, moelab.StreamConfig(slots=16))
     with model:
@@ -336,7 +336,7 @@ def test_chat(chatty, command):
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, run, monkeypatch):
-    """A terminal shows how far a long message is read; each later message gets the warning, too."""
+    """A terminal shows how far a long message is read; a later message is warned of, too."""
     long = "def f(x): return x + 1; " * 40
     monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]

@@ -1,4 +1,4 @@
-"""moelab where only the wheel is: no ``data/``, and no package of the extras."""
+"""moelab as its wheel installs it: without ``data/``, and without the packages of the extras."""
 
 import json
 import os

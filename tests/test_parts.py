@@ -1,4 +1,4 @@
-"""How the tests are run: ``make test`` says what failed, and nothing is left running."""
+"""``make test`` says which tests failed, and no test leaves a process running."""
 
 import subprocess
 import time
@@ -20,7 +20,7 @@ def test_each_part_is_counted_and_failures_come_last(tmp_path, monkeypatch, caps
     monkeypatch.setattr(parts, "SAY_S", 0.05)
     monkeypatch.setattr(parts, "ROOT", tmp_path)
     monkeypatch.setattr(parts, "PARTS", {part: [f"test_{part}.py"] for part in PARTS})
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which would take seconds
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take seconds
     for part, code in PARTS.items():
         (tmp_path / f"test_{part}.py").write_text(f"import os, time, pytest\n\n{code}\n")
     assert parts.main("good") == 0
@@ -48,7 +48,7 @@ def test_each_part_is_counted_and_failures_come_last(tmp_path, monkeypatch, caps
 
 @pytest.fixture(scope="module")
 def left():
-    """Processes that a test leaves; at the end none may be alive."""
+    """A list for processes that a test leaves running; none of them may be alive at the end."""
     processes = []
     yield processes
     alive = psutil.wait_procs(processes, 30)[1]
@@ -56,7 +56,7 @@ def left():
 
 
 def test_what_a_test_leaves_running_is_ended(left):
-    """A shell's child is ended, too. ``left`` checks that after the test."""
+    """A shell and its child are ended; the fixture ``left`` checks that after the test."""
     shell = psutil.Process(subprocess.Popen(["sh", "-c", "sleep 600 & wait"]).pid)
     while not shell.children():
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Types of arguments: each gives a text's value, or an error that says what was expected."""
+"""Types of arguments: each returns a text's value, or raises an error that says what it expects."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from ..configs import one_of
 
 
 def _number(kind, what, least, most=10**9):
-    """Make a type: ``kind`` reads a number from a text; ``least`` and ``most`` are allowed."""
+    """Make the type of a number from ``least`` to ``most``, which ``kind`` reads from a text."""
 
     def number(text):
         try:
@@ -42,7 +42,7 @@ def _whole_bytes(text):
     return int(value) if value.denominator == 1 else math.nan
 
 
-UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # those of mlx-lm's server
+UNITS = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}  # the units of mlx-lm's server
 at_least = partial(_number, int, "a whole number")
 between = partial(_number, float, "a number")
 gigabytes = partial(_number, _without_unit, "a number of GB", most=10**6)  # or GB/s
@@ -62,14 +62,14 @@ def json_object(text: str) -> dict:
 
 
 def yes_or_no(text: str) -> bool:
-    """Parse the values of mlx-lm's ``--verbose``."""
+    """Parse T, True, F or False, the values of mlx-lm's ``--verbose``."""
     if text.lower() not in ("t", "true", "f", "false"):
         raise argparse.ArgumentTypeError(f"expected T or F, got {text!r}")
     return text.lower().startswith("t")
 
 
 def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A type that gives ``value`` for ``word`` and what ``item`` returns for any other text."""
+    """Make a type that reads ``word`` as ``value`` and any other text as the type ``item`` does."""
 
     def either(text):
         try:
@@ -84,7 +84,7 @@ or_auto = partial(or_word, "auto", "auto")
 
 
 def prompt_text(text: str) -> str:
-    """Take a text that is not empty; ``-`` reads it from standard input."""
+    """Return a text, or the text on standard input for ``-``; refuse an empty text."""
     where = ""
     try:
         if text == "-":
@@ -104,7 +104,7 @@ def prompt_text(text: str) -> str:
 
 
 def name_of(names: Collection[str], also: str = "") -> Callable[[str], str]:
-    """A type that takes one of these names, in any spelling that ``one_of`` knows."""
+    """Make a type that takes one of these names, in any spelling that ``one_of`` knows."""
 
     def name(text):
         try:
@@ -116,7 +116,7 @@ def name_of(names: Collection[str], also: str = "") -> Callable[[str], str]:
 
 
 def not_utf8(error: UnicodeError, where: str) -> str:
-    """Say where a text is no UTF-8, and what to do."""
+    """Return an error's words: where a text is not UTF-8, and what to do."""
     return (
         f"expected UTF-8 text{where}, got {error.reason} at position {error.start}: "
         "convert it first, for example with iconv"
@@ -124,7 +124,7 @@ def not_utf8(error: UnicodeError, where: str) -> str:
 
 
 def not_empty(text: str) -> str:
-    """Take a name that is not empty: an empty path would mean the current folder."""
+    """Return a name; refuse an empty name, which would mean the current folder as a path."""
     if not text:
         raise argparse.ArgumentTypeError("expected a name, got nothing")
     return text

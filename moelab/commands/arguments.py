@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options that several commands share."""
 
 import argparse
 import zlib
@@ -66,7 +66,7 @@ NO_PIPELINE = "several machines divide the experts of each layer, not the layers
 
 
 def add_refused(parser: argparse.ArgumentParser, why: str, *names: str) -> None:
-    """Add a hidden option, which mlx-lm's command has; here it ends the command and says why."""
+    """Add hidden options that mlx-lm's command has; here they end the command and say why."""
 
     class Refuse(argparse.Action):
         def __call__(self, parser, namespace, values, option_string=None):
@@ -79,7 +79,7 @@ def add_hidden(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add options of ``HIDDEN``."""
     for name in names:
         parser.add_argument(name, help=argparse.SUPPRESS, **HIDDEN[name])
-    parser.epilog = " ".join([parser.epilog or "As mlx-lm has them:", *names])
+    parser.epilog = " ".join([parser.epilog or "Options as in mlx-lm:", *names])
 
 
 def add_draft(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +88,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     what = "lookup, mtp (the model's own head), or the folder of a model, DFlash draft or head"
     kind = {"type": kinds.not_empty, "metavar": "DRAFT"}
     parser.add_argument("--draft", dest="draft_model", help=what, **kind)
-    what = "drafted in a round; auto decides by what it gains"
+    what = "tokens drafted in a round; auto chooses by their gain"
     add_number(parser, "--num-draft-tokens", "auto", what, kinds.or_auto(kinds.zero_or_more))
 
 
@@ -96,8 +96,8 @@ def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None 
     """Add mlx-lm's options of sampling (None: all); its ``--top-k`` is ``--sampling-top-k``."""
     for name, kind, default, what in (
         ("--temp", kinds.between(0), 0.0, "temperature; 0: always the most likely token"),
-        ("--top-p", kinds.between(0, 1), 1.0, "only the likeliest, of this probability together"),
-        ("--min-p", kinds.between(0, 1), 0.0, "only tokens of this share of the likeliest one's"),
+        ("--top-p", kinds.between(0, 1), 1.0, "the likeliest tokens that sum to this probability"),
+        ("--min-p", kinds.between(0, 1), 0.0, "only tokens of this share of the top probability"),
         ("--sampling-top-k", kinds.zero_or_more, 0, "only the N likeliest tokens; 0: all"),
     ):
         if names is None or name in names:
@@ -111,7 +111,7 @@ def loading_given(args: argparse.Namespace) -> dict:
 
 
 def compare_arguments(ranks: Ranks, args: argparse.Namespace) -> None:
-    """Refuse ranks with other arguments, but for those of streaming, which ``load`` compares."""
+    """Refuse ranks whose arguments differ; ``load`` compares the arguments of streaming."""
     given = {
         name: str(value)
         for name, value in vars(args).items()

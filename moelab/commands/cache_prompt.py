@@ -53,16 +53,16 @@ def _check_file(file):
     """Refuse a file that could not be written or is no prompt cache, before the prompt is read."""
     if file.suffix != ".safetensors" or not file.parent.is_dir():
         raise ValueError(
-            f"{file}: expected a file that ends in .safetensors, in a folder that there is"
+            f"{file}: expected a name that ends in .safetensors, in a folder that exists"
         )
     check_writable(file, str(file))
     is_ours = not file.exists()
-    with suppress(OSError, RuntimeError):  # save_prompt_cache writes the model's name there
+    with suppress(OSError, RuntimeError):  # ``run`` stores the model's name in each prompt cache
         is_ours = is_ours or "0.model" in mx.load(str(file), return_metadata=True)[1]
     if not is_ours:
         raise ValueError(
-            f"{file}: expected nothing, or a prompt cache to replace, found something else. Name "
-            "another file."
+            f"{file}: expected no file, or a prompt cache to replace, but found something else. "
+            "Name another file."
         )
 
 
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
     for name, kind, metavar, what in (
         ("--prompt", prompt_text, "TEXT", "how a message begins; - reads it from standard input"),
-        ("--prompt-cache-file", not_empty, "FILE", "is written; ends in .safetensors"),
+        ("--prompt-cache-file", not_empty, "FILE", "file to write; its name ends in .safetensors"),
     ):
         parser.add_argument(name, type=kind, required=True, metavar=metavar, help=what)
     names = ["--eos-token", "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]

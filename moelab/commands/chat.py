@@ -1,4 +1,4 @@
-"""Chat in the terminal: q ends it, r forgets what was said, h helps."""
+"""Chat in the terminal: q ends the chat, r forgets what was said, h lists these letters."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ class ChatUI(mlx_lm_chat.ChatUI):
         text = ""
         while not text.strip():
             try:
-                with undone(print, after=False):  # else the shell writes over the frame's end
+                with undone(print, after=False):  # else the shell overwrites the frame's end
                     text = super().prompt()
                 text.encode()
             except EOFError:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
                 raise ValueError(
                     f"chat: the tokenizer of {args.model} has no chat template. Use generate."
                 )
-            # An error of the template would end the chat at its first message.
+            # Try the template: its error would end the chat at the first message.
             templated(tokenizer, "x", args.system_prompt)
             if draft is not None:
                 draft.bind(model)  # raises if the draft does not fit
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         if missing := seams.keys() - {*mlx_lm_chat.main.__code__.co_names}:
             raise ValueError(
                 f"chat: mlx-lm {mlx_lm.__version__}'s chat does not use {min(missing)}, which "
-                "this command builds on. Install mlx-lm 0.32."
+                "this command needs. Install mlx-lm 0.32."
             )
         with_globals(mlx_lm_chat.main, seams)()
 
@@ -91,7 +91,7 @@ def _say_beyond(model, prompt, cache):
     if plan and tokens > plan.context:
         print(
             f"moelab: {tokens} tokens are more than the {plan.context} that memory is planned for, "
-            f"so that it may run short. Start with --context {tokens + 4096} for such texts.",
+            f"so memory may run short. Start with --context {tokens + 4096} for such texts.",
             file=sys.stderr,
         )
 
@@ -110,11 +110,11 @@ def _progress(tokens, step):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="comes before every message")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="instructions before every message")
     arguments.add_draft(parser)
-    arguments.add_number(parser, "-m --max-tokens", 256, "of an answer")
+    arguments.add_number(parser, "-m --max-tokens", 256, "most tokens of an answer")
     arguments.add_sampling(parser, ("--temp", "--top-p"))
-    arguments.add_number(parser, "--seed", 0, "of sampling", at_least(0, 2**64 - 1))
+    arguments.add_number(parser, "--seed", 0, "seed of sampling", at_least(0, 2**64 - 1))
     arguments.add_hidden(parser, "--max-kv-size", *arguments.XTC, *arguments.LOADING)
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     add_stream_options(parser, sampling=True)

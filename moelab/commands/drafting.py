@@ -30,7 +30,7 @@ def open_draft(
     if draft is None:
         return None
     if on_cuda():  # cuDNN plans attention anew for each text length, which a round changes
-        os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # read at the first attention
+        os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # MLX reads it at the first attention
     if draft == LOOKUP:
         return LookupDraft()
     config = {} if draft == MTP else draft_config(draft)
@@ -42,7 +42,7 @@ def open_draft(
         return ModelDraft(load(draft, StreamConfig(mode="resident", kernels=kernels))[0])
     if mx.default_device() == mx.cpu:  # on a CPU the target computes in float32
         found.model.set_dtype(mx.float32)
-    mx.eval(found.model.parameters())  # so that a plan made after this counts its memory
+    mx.eval(found.model.parameters())  # so that a later plan counts the draft's memory
     return found
 
 
@@ -71,7 +71,7 @@ def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -
 def write(
     model: nn.Module, tokenizer, prompt: list[int], draft: Draft | None, drafted: int | str, **given
 ) -> Iterator[GenerationResponse]:
-    """Write a text as ``stream_generate`` does; a draft guesses ``drafted`` tokens in a round."""
+    """Write a text as ``stream_generate`` does; each round a draft guesses ``drafted`` tokens."""
     if draft is None:
         return stream_generate(model, tokenizer, prompt, **given)
     given["num_draft_tokens"] = shared_policy(model, draft, drafted)

@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check_tokens(size, tokenizer, args):
-    """Add tokens that end the text; refuse tokens and numbers beyond the vocabulary."""
+    """Add the tokens that shall end the text; refuse tokens and numbers beyond the vocabulary."""
     for token in args.extra_eos_token:
         number = int(token) if token.isdecimal() else tokenizer.get_vocab().get(token, -1)
         if not 0 <= number < size:
@@ -98,12 +98,12 @@ def _check_tokens(size, tokenizer, args):
         # mlx-lm would fail inside a compiled function, and the random state would stay broken.
         if (number := getattr(args, name)) >= size:
             raise ValueError(
-                f"{name}={number}: expected less than {size}, the tokens of the vocabulary"
+                f"{name}={number}: expected less than {size}, the size of the vocabulary"
             )
 
 
 def _needed(model):
-    """Return the counts so far: hits and misses of slots, bytes read, seconds of waits."""
+    """Return the model's counts so far: hits, misses, bytes read, seconds of waiting for reads."""
     phases = (stats(model).prefill, stats(model).decode)
     return np.sum([(c.hits, c.misses, c.bytes_read, c.wait_s) for c in phases], 0)
 
@@ -129,7 +129,7 @@ def _say_gain(session, r, wait_s, path):
 
 
 def _figures(r, needed):
-    """One line of figures from a text's last response and ``_needed`` since its first token."""
+    """Return the line of figures: of the last response, and of the counts since the first token."""
     # mlx-lm counts the first token, but not its time.
     speed = r.generation_tps * (r.generation_tokens - 1) / r.generation_tokens
     line = f"{speed:.1f} tok/s, " if speed else ""
@@ -153,17 +153,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
     what = "text to continue, or message to answer; - reads standard input"
     parser.add_argument("-p", "--prompt", type=_escaped, required=True, metavar="TEXT", help=what)
-    parser.add_argument("--system-prompt", metavar="TEXT", help="a message before the prompt's")
-    as_it_is = "the prompt as it is, without the tokenizer's chat template"
+    parser.add_argument("--system-prompt", metavar="TEXT", help="instructions before the prompt")
+    as_it_is = "read the prompt as it is, without the chat template"
     parser.add_argument("--ignore-chat-template", action="store_true", help=as_it_is)
     parser.add_argument(
-        "--chat-template-config", type=json_object, metavar="JSON", help="more for the template"
+        "--chat-template-config", type=json_object, metavar="JSON", help="arguments of the template"
     )
-    arguments.add_number(parser, "-m --max-tokens", 128, "where to stop")
+    arguments.add_number(parser, "-m --max-tokens", 128, "most tokens to write")
     arguments.add_draft(parser)
     arguments.add_sampling(parser)
-    parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="of sampling")
-    made = "the prompt goes on from there (cache-prompt writes such files)"
+    parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="seed of sampling")
+    made = "a file of cache-prompt, from which the prompt goes on"
     parser.add_argument("--prompt-cache-file", type=not_empty, metavar="FILE", help=made)
     names = ["--extra-eos-token", "--min-tokens-to-keep", "--prefill-response", "--verbose"]
     names += [*arguments.XTC, "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]

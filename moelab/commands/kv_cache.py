@@ -28,7 +28,7 @@ from ..streaming.build import build_model
 from ..streaming.config import StreamConfig
 from ..streaming.model import find
 
-Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, and mlx-lm's kind
+Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, mlx-lm's kind of text
 
 
 def _unread(args, config):
@@ -54,7 +54,7 @@ def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
         if hasattr(model, "make_cache"):
             raise ValueError(
                 f"max_kv_size={size}: expected a model whose caches mlx-lm makes, {family} makes "
-                "its own, so that the limit would have no effect. Leave it out."
+                "its own, so the limit would have no effect. Leave it out."
             )
         drafted = getattr(args, "draft_model", None) is not None
         other = "kv_bits" if bits is not None else "a draft" if drafted else None
@@ -71,7 +71,7 @@ def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
         maybe_quantize_kv_cache(cache, 0, args.kv_group_size, bits)
         try_out(checkpoint, model, cache)
         if all(old is new for old, new in zip(before, cache)):
-            raise ValueError("it has none that mlx-lm quantizes")
+            raise ValueError("mlx-lm quantizes none of them")
     except Exception as error:  # the code of a family, or mlx-lm's, may raise anything
         raise ValueError(
             f"kv_bits={bits}, kv_group_size={args.kv_group_size}: mlx-lm cannot "
@@ -81,7 +81,7 @@ def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
 
 
 def checksum(caches: list, metadata: dict[str, str]) -> str:
-    """A checksum of caches and metadata (without its own ``checksum``), to notice damage."""
+    """Return a checksum of caches and metadata, without the metadata's field ``checksum``."""
     known = {name: text for name, text in metadata.items() if name != "checksum"}
     crc = zlib.crc32(json.dumps(known, sort_keys=True).encode())
     for name, value in tree_flatten([[type(c).__name__, c.state] for c in caches]):
@@ -94,7 +94,7 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
 
 
 def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
-    """Read a prompt cache file's caches and ``tokenizer_config``; refuse damaged or unfit ones."""
+    """Read a file's caches and ``tokenizer_config``; refuse what is damaged or does not fit."""
     file, bits = args.prompt_cache_file, args.kv_bits
     unread = _unread(args, config)
     try:
@@ -109,8 +109,8 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
         ) from error
     if args.max_kv_size is not None:
         raise ValueError(
-            f"{file}: its caches are made, so max_kv_size={args.max_kv_size} would have no "
-            "effect. Give it to cache-prompt."
+            f"{file}: its caches have their size, so max_kv_size={args.max_kv_size} would have no "
+            "effect. Give the option to cache-prompt."
         )
     wanted = bits, args.kv_group_size
     for c in cache:
@@ -122,7 +122,7 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
             )
     if "checksum" not in metadata:
         print(
-            f"moelab: {file}: without a checksum, as mlx_lm.cache_prompt writes it: damage to its "
+            f"moelab: {file} has no checksum (mlx_lm.cache_prompt writes none), so damage to its "
             "numbers would not be noticed",
             file=sys.stderr,
         )
@@ -130,7 +130,7 @@ def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[l
 
 
 def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> None:
-    """Write caches, their metadata and its ``checksum``; the file appears once it is complete."""
+    """Write caches, metadata and a ``checksum``; the file appears once it is complete."""
     metadata = metadata | {"checksum": checksum(cache, metadata)}
     try:
         with written(file) as beside:
@@ -140,23 +140,23 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read caches and metadata; raise if a file is damaged, or not made as ``made`` says."""
+    """Read a file's caches and metadata; raise an error if it is damaged or ``made`` differs."""
     held = read_header(file, "make it again")
     cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
         raise ValueError("it holds other arrays than those of its caches")
     if made is not None and not (metadata.get("made") == made and "checksum" in metadata):
-        raise ValueError("the weights, the adapter, the draft or the options were others")
+        raise ValueError("the weights, adapter, draft or options differ from those of this server")
     expected, found = metadata.get("checksum"), checksum(cache, metadata)
     if expected not in (None, found):
-        raise ValueError(f"the file is damaged: its checksum is {found}, it was {expected}")
+        raise ValueError(f"the file is damaged: its checksum is {found}, expected {expected}")
     return cache, metadata
 
 
 def _check_fit(cache, made_of, name, checkpoint, model):
     """Raise an error, of any type, unless this model can have made the caches."""
     if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
-        raise ValueError(f"it is one of {made_of}")
+        raise ValueError(f"it is a prompt cache of {made_of}")
     limits = {c.max_size for c in cache if isinstance(c, mlx_lm_cache.RotatingKVCache)}
     likes = make_prompt_cache(model, max(limits, default=None))
     if len(cache) != len(likes):
@@ -167,14 +167,14 @@ def _check_fit(cache, made_of, name, checkpoint, model):
             raise ValueError(f"expected a {type(like).__name__}, got a {type(c).__name__}")
     lengths = {c.offset for c in cache if hasattr(c, "offset")}
     if len(lengths) > 1:
-        raise ValueError(f"expected layers of one length, got {sorted(lengths)} tokens")
+        raise ValueError(f"expected caches of one length, got {sorted(lengths)} tokens")
     try_out(checkpoint, model, copy.deepcopy(cache))
 
 
 class PromptFiles:
     """Prompt cache files that a server reads at its start and writes at its end, in one folder.
 
-    Damaged files, and files that another model, draft or other options made, are left alone;
+    Damaged files, and files of another model, another draft or other options, are left alone, and
     stderr says why. A ValueError says why ``--prompt-cache-dir`` cannot be used.
     """
 
@@ -208,14 +208,14 @@ class PromptFiles:
         if {*map(type, tokens)} != {
             int
         } or kind not in mlx_lm_cache.LRUPromptCache().stats_by_type():
-            raise ValueError(f"expected tokens and mlx-lm's kind of them, got {tokens} and {kind}")
+            raise ValueError(f"expected tokens and mlx-lm's kind of text, got {tokens} and {kind}")
         if isinstance(self._draft, LookupDraft):
             cache += self._draft.make_cache()
             cache[-1].tokens = tokens[:]
         return tokens, cache, kind
 
     def write(self, prompts: Iterable[Prompt]) -> None:
-        """Write prompts, oldest first, and delete files that were read and hold other prompts."""
+        """Write prompts, oldest first, and delete the files of forgotten prompts that were read."""
         for tokens, cache, kind in prompts:
             about = {"made": self._made, "tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
@@ -233,7 +233,7 @@ class PromptFiles:
 
 @contextmanager
 def _left_alone(file):
-    """Print what is wrong with a file, and go on with the others."""
+    """Print an error of this file to stderr, so that other files are still read or written."""
     try:
         yield
     except Exception as error:  # mlx-lm's code and MLX may raise anything

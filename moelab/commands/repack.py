@@ -1,7 +1,7 @@
 """Write a model folder in which one read brings one expert.
 
-The bytes are the same, compared after writing. The folder is for moelab; mlx_lm.load wants the
-folder that it was made from.
+The experts' bytes stay the same and are compared after writing. Only moelab reads the new folder;
+mlx_lm.load needs the original.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """An HTTP server for clients of OpenAI's and Anthropic's APIs, with the experts on disk.
 
-By default only this machine may ask.
+By default the server answers only this machine.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from .stream_options import add_stream_options, say_plan, streaming_given
 
 
 def _load(args, config, group):
-    """Load the draft and the model that the command line names, and the prompts kept for it."""
+    """Load the draft and the model that the command line names, and an earlier server's prompts."""
     folder, path = Path(args.model), find(args.model)
     check_kv_cache(args, config)
     loading = arguments.loading_given(args)
     if args.chat_template:
         loading["tokenizer_config"]["chat_template"] = args.chat_template
-    # The draft comes before the model, whose slots take the memory that is left.
+    # The draft is loaded before the model, whose slots take the memory that is left.
     draft = open_draft(args.draft_model, config.kernels, args.model)
     files = PromptFiles(args, config, draft) if args.prompt_cache_dir else None
     is_alone = draft is not None or args.kv_bits is not None
@@ -74,7 +74,7 @@ def _load(args, config, group):
     if ranks:  # all ranks keep the same prompts
         args.prompt_cache_bytes = min(ranks.gather(args.prompt_cache_bytes))
         arguments.compare_arguments(ranks, args)
-    # Kept prompts leave free what is reserved for caches and what ``Room`` keeps free.
+    # Kept prompts leave room for the caches of texts and for what ``Room`` keeps free.
     free = plan.reserved_nbytes + RESERVE_NBYTES if plan and not ranks else 0
     return served, Prompts(args.prompt_cache_size, args.prompt_cache_bytes, free, files=files)
 
@@ -86,8 +86,8 @@ def _texts(args, path, config):
     alone = plan(path, config, trust_remote_code=args.trust_remote_code)
     more = args.decode_concurrency - 1
     if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
-        # The caches of more texts get at most an eighth of the memory. They are for one text fewer
-        # than would fit, since the available memory changes.
+        # The caches of more texts get at most an eighth of the memory. They are planned for one
+        # text fewer than would fit, since the available memory changes.
         slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
         free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
         free = max(0, min(alone.memory_nbytes // 8, free))
@@ -96,7 +96,7 @@ def _texts(args, path, config):
 
 
 def positions(path: Path) -> int:
-    """The tokens of the longest text that a model was made for; 2^31 - 1 if it does not say."""
+    """Return how many tokens a model's texts may have; 2^31 - 1 if its files set no limit."""
     config = read_json(path / "config.json")
     config |= config.get("text_config") or {}
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
         ) from error
     group = joined()
     if group is not None and args.prompt_cache_dir:
-        raise ValueError("--prompt-cache-dir: ranks would keep other prompts. Leave it out.")
+        raise ValueError("--prompt-cache-dir: each rank would keep other prompts. Leave it out.")
     follows = group is not None and group.rank() > 0
     level = "ERROR" if follows else args.log_level
     logging.basicConfig(level=level, format="%(asctime)s - %(levelname)s - %(message).1000s")
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
         served, prompts = _load(args, config, group)
         engine = Engine(served, prompts)
         if follows:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 tells the others when to end
             engine.join()
             engine.check()
         else:
@@ -135,20 +135,20 @@ def run(args: argparse.Namespace) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_model(parser)
-    who = "0.0.0.0: other machines may ask, without password (default: %(default)s)"
+    who = "address; 0.0.0.0 lets other machines ask, without password (default: %(default)s)"
     parser.add_argument("--host", type=not_empty, metavar="NAME", default="127.0.0.1", help=who)
-    pages = {"metavar": "URLS", "help": "of web pages that may ask (CORS), or * (default: none)"}
+    pages = {"metavar": "URLS", "help": "origins of web pages that may ask, or * (default: none)"}
     split = partial(str.split, sep=",")
     parser.add_argument("--allowed-origins", type=split, default=[], **pages)
-    arguments.add_number(parser, "--port", 8080, "0 takes a free one", at_least(0, 65535))
+    arguments.add_number(parser, "--port", 8080, "port; 0 takes a free port", at_least(0, 65535))
     arguments.add_draft(parser)
-    ends = "of an answer whose request does not say (default: to its end)"
+    ends = "most tokens of an answer, for requests without a limit (default: no limit)"
     parser.add_argument("--max-tokens", type=positive, metavar="N", help=ends)
     arguments.add_sampling(parser)
     arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
     size = {"metavar": "SIZE", "help": "their memory, as in 2GB (default: what slots auto leaves)"}
     parser.add_argument("--prompt-cache-bytes", type=nbytes(0, 2**63 - 1), **size)
-    where = "keep them here when the server ends, for its next start"
+    where = "folder that keeps them from the server's end to its next start"
     parser.add_argument("--prompt-cache-dir", type=not_empty, metavar="DIR", help=where)
     names = ["--chat-template", "--chat-template-args", "--decode-concurrency", "--log-level"]
     names += ["--prompt-concurrency", *arguments.KV_CACHE, *arguments.LOADING]

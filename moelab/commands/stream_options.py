@@ -19,15 +19,15 @@ STREAM_OPTIONS = {name: option for name, option in OPTIONS.items() if option.com
 def add_stream_options(
     parser: argparse.ArgumentParser, slots: int | str = "auto", sampling: bool = False
 ) -> None:
-    """Add an option for each field of ``StreamConfig`` that has one; its default is None."""
+    """Add the options of ``StreamConfig``'s fields; the default of each option is None."""
     parser.set_defaults(default_slots=slots)
     group = parser.add_argument_group("how experts are streamed")
     if sampling:
         mode, modes = OPTIONS["mode"].default, OPTIONS["mode"].choices
         what = f"{', '.join(modes)} (default: %(default)s)"
         group.add_argument("--mode", choices=modes, default=mode, metavar="MODE", help=what)
-        why = "write --sampling-top-k for mlx-lm's (the most likely tokens that sampling keeps), "
-        why += "--experts-top-k for experts per token: it has two meanings here"
+        why = "it has two meanings here; write --sampling-top-k for likely tokens, as in mlx-lm, "
+        why += "or --experts-top-k for the experts per token"
         add_refused(parser, why, "--top-k")
     for name, option in STREAM_OPTIONS.items():
         if option.for_auto and slots != "auto":
@@ -58,7 +58,7 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """Return the configuration that options give; SwiftLM's environment variables are defaults."""
+    """Return the configuration of the options; SwiftLM's environment variables are defaults."""
     found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     fields = {ENVIRONMENT[name] for name in found}
     if "mode" in fields and "mode" not in getattr(args, "given", ()):
@@ -83,11 +83,11 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Print to stderr, on rank 0, how many slots there are and why, unless the user chose them."""
+    """Print to stderr, on rank 0, the plan of slots, or that ``--slots`` exceeds the experts."""
     session = session_of(model)
     said, E, slots = session.plan, session.facts.num_experts, session.config.slots
     if said is None and session.residency.layers and slots > E:
-        said = f"slots={E} of {E} in each layer, as it has no more experts: --slots {slots} is more"
+        said = f"slots={E} of {E} in each layer: --slots {slots} is more than a layer has experts"
     if said and not (session.ranks and session.ranks.rank):
         print(f"moelab: {said}", file=sys.stderr)
 
@@ -110,4 +110,4 @@ def check_stream_options(args: argparse.Namespace, configs: dict[str, StreamConf
         why = f"has no effect in mode {', '.join(configs)}"
         if option.for_auto and any("slots" not in c.unused() for c in configs.values()):
             why = "has no effect without --slots auto"
-        args.error(f"{flag(name)} {why}: leave it out, or change that")
+        args.error(f"{flag(name)} {why}: leave it out, or change the other option")

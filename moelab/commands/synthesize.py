@@ -1,7 +1,7 @@
 """Write a random 4-bit checkpoint that has the exact layer shapes of a real model.
 
-It is written without being held in memory. Its text is noise; reading and computing its layers
-costs what the real Mixture-of-Experts model's cost.
+The checkpoint is written in parts, so it need not fit in memory. The text that it generates is
+noise; reading and computing its layers costs as much as in the real Mixture-of-Experts model.
 """
 
 import argparse
@@ -18,16 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=LIKE[0],
         type=name_of(LIKE),
         metavar="NAME",
-        help=f"whose shapes to take: {', '.join(LIKE)} (default: %(default)s)",
+        help=f"model with the shapes to take: {', '.join(LIKE)} (default: %(default)s)",
     )
     for name, kind, metavar, what in (
         ("--layers", positive, "N", "number of layers (default: all that the real model has)"),
         ("--vocab", positive, "N", "rows of embedding and head (default: the tokenizer's)"),
-        ("--tokenizer", not_empty, "FOLDER", "where its files are (default: tiny-moe's)"),
-        ("--routing", not_empty, "TRACE", "fed its text, routers choose its experts"),
+        ("--tokenizer", not_empty, "FOLDER", "folder of the tokenizer (default: tiny-moe's)"),
+        ("--routing", not_empty, "TRACE", "trace: routers fed its text choose its experts"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=what)
-    add_number(parser, "--seed", 0, "of every byte", at_least(0, 2**64 - 1))
+    add_number(parser, "--seed", 0, "seed of all random bytes", at_least(0, 2**64 - 1))
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 

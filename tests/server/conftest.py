@@ -16,7 +16,7 @@ from speaker import Speaker, speaking
 
 @pytest.fixture(scope="session", autouse=True)
 def no_delays():
-    """Clients share certificates, read in 20 ms, and uvicorn ends within 20 ms instead of 300."""
+    """Clients read certificates once (20 ms), and uvicorn ends within 20 ms instead of 300."""
     sleep = asyncio.sleep
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
@@ -27,7 +27,7 @@ def no_delays():
 @pytest.fixture(scope="session")
 def mlx():
     """Writes mlx-lm's continuation of a prompt, by a resident model and mlx-lm's own kernels."""
-    model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # it keeps a text's first space
+    model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # TOKENIZER keeps first spaces
     model.set_dtype(mx.float32)
     write = partial(mlx_lm.generate, model, tokenizer, max_tokens=16)
 

@@ -43,7 +43,7 @@ class OpenAI:
         self.asks = self.client.responses
 
     def summed(self, **fields):
-        """What the client makes of a stream."""
+        """The answer that the client makes of a stream."""
         with self.asks.stream(**self.usual | fields) as stream:
             *events, last = stream
         text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
@@ -51,7 +51,7 @@ class OpenAI:
         return last.response
 
     def facts(self, answer):
-        """An answer's items, end and tokens: of the prompt, not read again, written."""
+        """An answer's items, its end, and its numbers of tokens: prompt, cached, written."""
         used, items = answer.usage, []
         for item in answer.output:
             if item.type == "function_call":
@@ -77,12 +77,12 @@ class Anthropic:
         self.asks = self.client.messages
 
     def summed(self, **fields):
-        """What the client makes of a stream."""
+        """The answer that the client makes of a stream."""
         with self.asks.stream(**self.usual | fields) as stream:
             return stream.get_final_message()
 
     def facts(self, answer):
-        """An answer's blocks, end and tokens: of the prompt, not read again, written."""
+        """An answer's blocks, its end, and its numbers of tokens: prompt, cached, written."""
         used, items = answer.usage, []
         for block in answer.content:
             if block.type == "tool_use":
@@ -100,7 +100,7 @@ both = pytest.mark.parametrize("dialect", [OpenAI, Anthropic])
 @both
 @pytest.mark.parametrize("said, items", speaker.SAID.values(), ids=speaker.SAID)
 def test_an_answer(dialect, said, items, speak):
-    """A streamed answer equals one in one piece, and each item ends before the next begins."""
+    """A streamed answer equals the whole answer, and each item ends before the next item begins."""
     whole, event = dialect.types
     client = dialect(speak(*said))
     events = [made.to_dict() for made in client.asks.create(**client.usual, stream=True)]

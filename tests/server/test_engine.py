@@ -1,4 +1,4 @@
-"""python -m moelab serve: the texts are mlx-lm's, in batches, with drafts, after kept prompts."""
+"""The server's texts are mlx-lm's: in batches, with drafts, and after kept prompts."""
 
 import os
 import random
@@ -49,7 +49,7 @@ def cached(answer):
 
 @every_server
 def test_the_text_is_that_of_mlx_lm(client, texts):
-    """Eight requests at once, and one as a stream; ``test_openai.py`` has the other forms."""
+    """Eight requests come at once, then a stream; ``test_openai.py`` has other forms of answers."""
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda p: text_of(client, p), PROMPTS)) == texts
     parts = complete(client, PROMPTS[0], stream=True)
@@ -57,14 +57,14 @@ def test_the_text_is_that_of_mlx_lm(client, texts):
 
 
 def test_texts_that_wait_have_one_prompt():
-    """With a copy each, 128 texts of a request would take 1 kB for each token of its prompt."""
+    """Copies for the 128 texts of a request would take 1 kB for each token of the prompt."""
     ask = Ask([5] * 1000, 1)
     assert all(_Text(i, ask, None, TOKENIZER).tokens is ask.tokens for i in range(2))
 
 
 @every_server
 def test_a_text_ends_before_its_first_stop_string(client, texts):
-    """The stop string may begin or end within a token. Streamed or not, eight at once."""
+    """A stop string may begin or end within a token. Eight requests come at once, some streamed."""
     rng = random.Random(5)
 
     def ask(_):
@@ -82,8 +82,8 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
 
 @two_servers
 def test_what_was_read_before_is_not_read_again(client, mlx):
-    """The same prompt, a conversation that goes on, the same instructions before another text; and
-    a prompt that is the beginning of a kept one: one of its tokens is read."""
+    """A repeated prompt, a conversation that goes on, and the same instructions before another text
+    use kept caches. Of a prompt with which a kept prompt begins, one token is read."""
     rules = {"role": "system", "content": '"""Notes about a queue of jobs, and how it empties.\n'}
     messages, length = [rules], 0
     for text in ("class Queue:\n    def push(self):", "def write(line):"):
@@ -104,7 +104,7 @@ def test_what_was_read_before_is_not_read_again(client, mlx):
 
 @two_servers
 def test_prompts_that_begin_alike(client, mlx):
-    """The second prompt shows where they part. The third is read from there; its text is right."""
+    """The second prompt shows where prompts part. The third prompt is read from there."""
     begin = "x = 1  # What this file of settings says, and where each of them is read\n"
     begin += "def of(values, names, defaults):\n    return"
     shared = len(mlx.tokenizer.encode(begin))
@@ -128,7 +128,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(bits, mlx, tmp_path):
 
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
-    """Also with a penalty, which looks at the whole prompt, cached or not."""
+    """A seed does so also with a penalty, which looks at the whole prompt, cached or not."""
     fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
     texts = {text_of(client, PROMPTS[0], **fields) for _ in range(2)}
     mx.random.seed(7)
@@ -139,7 +139,7 @@ def test_a_seed_writes_the_text(client, mlx):
 
 
 def test_a_quantized_cache(mlx):
-    """A draft guesses. The second request goes on from the first one's cache."""
+    """A draft guesses tokens. The second request goes on from the first request's cache."""
     options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
     wanted = mlx.write(PROMPTS[1], max_tokens=40, kv_bits=4, quantized_kv_start=20)
     with serving(*SERVERS["streamed"], *options) as server:
@@ -172,7 +172,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
 
 
 def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
-    """Alone and beside others. A prompt that leaves an answer no room is refused, but counted."""
+    """Texts do so alone and beside others. A prompt without room for an answer is only counted."""
     shutil.copytree(MODEL, tmp_path / "m")
     config = tmp_path / "m/config.json"
     config.write_text(re.sub('("max_position_embeddings"): [0-9]+', r"\1: 64", config.read_text()))
@@ -220,7 +220,7 @@ def test_without_limit_memory_ends_a_text():
 
 
 def test_an_error_of_a_text_ends_no_other():
-    """The error: a sampler that cannot be made."""
+    """The error is that a sampler cannot be made."""
     told, (_, engine) = SimpleQueue(), started(*SERVERS["streamed"])
     for sampling in ({"unknown": 1}, {}):
         engine.begin(Ask([1], 4, sampling), told.put)

@@ -135,14 +135,14 @@ HALVES = [r"\ud800", r"\uDc00", r"a\\\ud83d", r"\ud83d\u0041", r"\ud800\ud83d\ud
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_a_character(half):
-    """U+FFFD stands where Python's decoder makes half a character; in a call's arguments, too."""
+    """U+FFFD stands where Python's decoder makes half a character."""
     wanted = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
     assert requests.parsed(f'{{"x": "{half}"}}'.encode()) == {"x": wanted}
 
 
 @pytest.mark.parametrize("error", [MemoryError("memory is short"), TimeoutError("the disk")])
 def test_an_error_of_the_engine(fake, caplog, error):
-    """An error before anything is written, and one after."""
+    """The error comes before anything is written, or after it."""
     status = 503 if isinstance(error, MemoryError) else 500
     for stream, written in ((False, ()), (True, ()), (False, "a"), (True, "a")):
         fake.engine.events = [*map(Part, written), error]
@@ -164,12 +164,12 @@ def test_large_bodies(fake, monkeypatch):
 
 
 def test_what_all_requests_hold_together(fake, monkeypatch):
-    """Requests that left or were answered free their room. Large ones leave room for small ones."""
+    """Requests that ended free their room. Large requests leave room for small requests."""
     held = http._held
     monkeypatch.setattr(http, "memory_now", lambda: (0, 2 * 260 * 300_000))
 
     def fill(part, most):
-        """Requests that hold their places, whole or in part."""
+        """Send requests that hold their places, whole or in part; return the first connection."""
         first, *others = (stack.enter_context(connected(fake.base_url)) for _ in range(most))
         for n, connection in enumerate((first, *others), 1):
             connection.sendall(part)
@@ -200,7 +200,7 @@ def test_what_all_requests_hold_together(fake, monkeypatch):
 
 
 def test_a_template_that_does_not_end(fake, monkeypatch):
-    """Such a request keeps neither its place nor a thread."""
+    """A request that the template does not finish keeps neither its place nor a thread."""
     messages = [{"role": "user", "content": said} for said in ("slow", "x" * 20_000)]
     monkeypatch.setattr(http, "CHECK_S", 0.5)
     answer = fake.post("/chat/completions", json={"messages": messages})
@@ -246,7 +246,7 @@ def test_a_client_that_hangs_up(fake, caplog, monkeypatch, slow_s, pause_s, stre
 
 
 def test_clients_that_send_nothing(fake, monkeypatch):
-    """They send nothing, a part of a first or second request, or a byte now and then."""
+    """Clients are dropped that send nothing, a part of a request, or a byte now and then."""
     monkeypatch.setattr(http, "SILENT_S", 0.3)
     post, large = request_bytes(), request_bytes(prompt="x" * 10**6)
     for sent in (b"", post[:8], post[:-1], post + post[:8], large[:-1]):
@@ -278,7 +278,7 @@ def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
 
 
 def test_an_address(run):
-    """One that is taken is refused; on a free one 200 clients can wait, on macOS 128."""
+    """A taken address is refused; at a free address 200 clients can wait, on macOS 128."""
     with http.listen("127.0.0.1", 0) as taken, ExitStack() as stack:
         address = f"--port {taken.getsockname()[1]}"
         got = run("serve", MODEL, *address.split())
@@ -295,7 +295,7 @@ PROMPTS = ["class Stack:", "for i in range(10):", "import numpy as np\n\ndef sof
 
 @contextmanager
 def process(folder, *options, limit_nbytes=None, ends=(signal.SIGINT,), nohup=False):
-    """The command as a user starts it, which signals end; its log is in the folder."""
+    """Run the command as a user does, with its log in the folder, and end it by signals."""
     command, log = (sys.executable, "-m", "moelab", "serve", str(MODEL)), folder / "log"
     with ExitStack() as stack:
         out = stack.enter_context(open(log, "w"))
@@ -323,7 +323,7 @@ def completion(server, prompt="def f(x):", max_tokens=16):
 
 
 def test_the_text_of_a_client_that_hangs_up():
-    """The text would take a minute. The next text, which must wait for it, soon comes."""
+    """The text would take a minute. The next text, which waits for the first, comes soon."""
     with serving(*DRAFT) as server:
         with connected(server.url) as connection:
             connection.sendall(request_bytes(prompt=PROMPTS[0], max_tokens=20_000))
@@ -371,7 +371,7 @@ def attack(url, rng):
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_a_hostile_crowd(draft, tmp_path):
-    """Four hostile clients, and two whose text must be that of a client alone, or refused. The
+    """Four clients are hostile. Two others get the text that a client alone gets, or a refusal. The
     server has a draft and a memory limit, or batches and no limit. MOELAB_CROWD_S=3600: an hour."""
     drafted = ("--context", "2048", "--draft", str(DATA / "models/tiny-dflash"))
     options, most = (drafted, 300_000_000) if draft else (SLOTS, None)
@@ -419,7 +419,7 @@ def test_a_hang_up(end, nohup, tmp_path):
 
 @pytest.mark.parametrize("options, times", [(DRAFT, 1), (SLOTS, 3)])
 def test_ctrl_c(options, times, tmp_path):
-    """Ctrl-C comes once or thrice, amid an answer, an endless template, half a request and none."""
+    """Ctrl-C comes once or thrice, amid answers, endless templates, half requests and silence."""
     text = request_bytes(prompt=PROMPTS[1], max_tokens=20_000, stream=True)
     slow = request_bytes("/v1/chat/completions", messages=[{"role": "user", "content": "slow"}])
     answers = []

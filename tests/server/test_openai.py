@@ -1,4 +1,4 @@
-"""OpenAI's client and ``serve``: answers and streams, of written parts and of a real model."""
+"""OpenAI's client gets answers and streams, made of prescribed parts and by a real model."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def content(choice):
 
 @pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
 def test_thoughts_and_calls(said, items, speak):
-    """Streamed and not. What is no call is text; without tools, or outside a chat, all is text."""
+    """What is no call is text. Without tools, or outside a chat, calls are text, too."""
     texts = [item for item in items if item != "call" and item[0] != "*"]
     thoughts = [item[1:] for item in items if item[0] == "*"]
     calls = [("f", '{"a": [1, "é"]}')] * items.count("call")
@@ -79,7 +79,7 @@ def test_log_probabilities_that_json_does_not_have(score):
 
 @two_servers
 def test_echo(client):
-    """Each text begins with its prompt, in any form, whole and in a stream; so do its tokens."""
+    """Each text and its tokens begin with the prompt, whole and in a stream."""
     text = "# ü€\ndef é(x"
     prompts, size = [text, TOKENIZER.encode(text)], len(TOKENIZER.encode(text))
     fields = {"echo": True, "n": 2, "logprobs": 1}
@@ -121,7 +121,7 @@ def test_seeds(client):
 @two_servers
 @pytest.mark.parametrize("of, fields", [(whole, {}), (streamed, {"temperature": 1.5, "seed": 1})])
 def test_log_probabilities_of_what_was_chosen(client, mlx, of, fields):
-    """They are mlx-lm's, for the tokens of the text, which begins with a space."""
+    """The log probabilities are mlx-lm's, for the tokens of the text, which begins with a space."""
     fields |= {"logprobs": True, "top_logprobs": 20, "n": 2}
     answer = of(client, user(PROMPTS[3]), **fields).choices[1]
     scores, encode = answer.logprobs.content, mlx.tokenizer.encode
@@ -158,7 +158,7 @@ PAIRS = [  # a context and what may follow it
 
 @pytest.mark.parametrize("name", ["streamed", "lookup"])
 def test_log_likelihoods(name, mlx):
-    """A continuation gets mlx-lm's log probability, and the answer says if it is the greedy one."""
+    """A continuation gets mlx-lm's log probability, and the answer shows if it is greedy."""
     fixed = {"model": MODEL.name, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
     texts, encode = ["".join(pair) for pair in PAIRS], mlx.tokenizer.encode
     ids = [*map(encode, texts)]
@@ -170,7 +170,7 @@ def test_log_likelihoods(name, mlx):
             assert status == 200, answer
             return answer["choices"]
 
-        # All at once as tokens, one by one as tokens and as text; twice, after caches were kept.
+        # Prompts come all at once as tokens, then one by one as tokens and as text, then all again.
         ways = [ask(ids), *zip(*((ask([t])[0], ask(text)[0]) for t, text in zip(ids, texts)))]
         ways.append(ask(ids))
     seen = set()

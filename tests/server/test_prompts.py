@@ -153,7 +153,7 @@ def cached(prompts, *texts):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash"])
 def test_the_caches_of_a_draft(name, tmp_path):
-    """They are kept, too: the same drafts are accepted as by a server that did not restart."""
+    """A draft's caches are kept, too: the same drafts are accepted as without a restart."""
     name = name if name == "lookup" else DATA / "models" / name
     draft, model, text = open_draft(name), recurrent.tiny(), (TEXT[:8] * 6)[:45]
 
@@ -186,7 +186,7 @@ def test_the_newest_within_the_limits(tmp_path):
 
 
 def test_files_that_are_left_alone(tmp_path, capsys):
-    """Stderr names each and says why, and the server goes on; none is deleted."""
+    """Stderr names each file and says why; the server goes on and deletes none of them."""
     damaged, folder, unchecked, _ = saved(tmp_path, *TEXTS)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     folder.unlink()
@@ -211,7 +211,7 @@ def test_files_that_are_left_alone(tmp_path, capsys):
 
 
 def test_what_must_be_the_same(tmp_path, random_tiny_moe, capsys):
-    """The weights, too: an adapter that is trained again in the same folder is another adapter."""
+    """Weights count, too: an adapter trained again in the same folder is another adapter."""
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     weights = adapter / "adapters.safetensors"

@@ -39,7 +39,7 @@ def asks(kind, usual, *, args=(), **fields):
 
 @both
 def test_what_changes_nothing(kind, usual):
-    """Null, which is the default, and fields without effect."""
+    """Null means the default; some fields have no effect."""
     known = fields_of(kind)
     nulls = dict.fromkeys({*known, "response_format", "user", "audio", "role_mapping"})
     taken = {"response_format": {"type": "text"}, "stream_options": {"include_usage": None}}
@@ -87,7 +87,7 @@ def test_several_texts(kind, usual):
 
 
 def test_prompts():
-    """Prompts of every form, also those of lm-eval's ``local-completions``."""
+    """Prompts may have every form of OpenAI's, such as those of lm-eval's ``local-completions``."""
     encode = fake_served().tokenizer.encode
     for prompt in ("a b", ["a b", "c"], [1, 2], [[1, 2], [3]], ["a b", [3]]):
         listed = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
@@ -204,7 +204,7 @@ SAID = [  # a field, a value, and what is said of it
 
 @pytest.mark.parametrize("field, value, said", SAID)
 def test_what_a_refusal_says(field, value, said):
-    """It names the field, what is taken and what was got, also for a field of several forms."""
+    """It names the field, what is expected and what was got, also for a field of several forms."""
     with pytest.raises(Refused) as refused:
         asks(CHAT, TALK | {field: value})
     assert str(refused.value).replace('"', "").startswith(said)

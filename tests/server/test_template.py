@@ -79,7 +79,7 @@ READ = [  # a template, messages, and the end of what the model reads
     (PLAIN, [user("a"), SAID], "assistant\nOnce "),
     (None, [user("a"), SAID], "USER: a\nASSISTANT: Once "),
     (PLAIN, [user("a"), SAID | {"tool_calls": [function("{}")]}], f"Once <|im_end|>\n{BEGUN}"),
-    # A line stands in the place of an image in a tool's result; others are refused.
+    # A text replaces an image in a tool's result; other images are refused.
     (
         PLAIN,
         [{"role": "tool", "content": [AB[0], IMAGE]}],
@@ -158,7 +158,7 @@ def test_prompts_part_after_the_system_and_after_the_last_message():
 
 
 def test_an_agents_next_prompt_begins_with_what_was_kept():
-    """A turn may be rendered otherwise than it was written: its thinking is left out, or added."""
+    """A template may leave out a turn's thinking, or add it, unlike the text that was written."""
     tokenizer = wrapped(THINKING)
     messages = [{"role": "system", "content": "Use tools."}, user("1 + 1?")]
     call = {"role": "assistant", "content": None, "tool_calls": [function('{"a": 1}')]}

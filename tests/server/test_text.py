@@ -45,7 +45,7 @@ def cut(text, places):
 
 
 def split(tokenizer, pieces, tools=TOOLS, state="normal", finish="stop", one=False):
-    """What a text in pieces becomes, and how it ends; a made up id of a call becomes "made"."""
+    """Return what a text in pieces becomes, and how it ends; the id of a call may become "made"."""
     splitter = Splitter(tokenizer, tools, state, one)
     answer = total([*map(splitter.add, [*map(Part, pieces), Part(finish=finish)])])
     assert answer.text == "".join(pieces)
@@ -129,7 +129,7 @@ def test_a_call_in_each_format(parser):
 
 
 def test_several_calls():
-    """Each has an id; missing arguments are an empty object; if one is asked for, one comes."""
+    """Each call has an id and arguments, perhaps an empty object; ``one`` takes the first call."""
     text = '[TOOL_CALLS][{"name": "f"}, {"name": "g", "arguments": {"x": "é"}, "id": "abc"}]'
     calls = [Run("call", "{}", "made", "f"), Run("call", '{"x": "é"}', "abc", "g")]
     assert split(wrapped(parser="mistral"), text) == (calls, "tool_calls")
@@ -267,7 +267,7 @@ def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_characters_of_byte_tokens_that_do_not_end(kind):
-    """Characters before them stay, as in mlx-lm; a token beyond the vocabulary has no text."""
+    """Whole characters before them stay, as in mlx-lm; tokens beyond the vocabulary are no text."""
     hf = made(kind)
     ours, theirs = Detokenizer(hf), SPMStreamingDetokenizer(hf, trim_space=False)
     for token in hf.convert_tokens_to_ids(["a", "<0x0A>", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>"]):

@@ -1,13 +1,13 @@
 """The HTTP server behind the command ``serve``, on Starlette, uvicorn and pydantic.
 
-A request goes down and its answer comes up:
+A request passes these modules from top to bottom, and its answer from bottom to top:
 
-    http          limits, errors, hang-ups; one route for each dialect
+    http          limits, errors, clients that hang up; one route for each dialect
     completions, agents     the dialects; a new one is a ``requests.Dialect`` in ``http.DIALECTS``
-    requests      a checked request becomes one ``Ask`` for each text to write
+    requests      a request is checked and becomes one ``Ask`` for each text to write
     template      messages become tokens
-    grammar       the form of an answer that a request asks for, as masks of logits
+    grammar       masks of logits keep an answer to the form that a request asks for
     engine        one thread reads prompts in parts and writes texts in batches
-    prompts       caches of earlier prompts, kept over a restart if asked
+    prompts       caches of earlier prompts, kept over a restart on demand
     text          stop strings, reasoning and tool calls, in decoded text
 """

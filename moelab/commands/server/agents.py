@@ -1,6 +1,6 @@
-"""What coding agents speak: OpenAI's ``/v1/responses`` (Codex), Anthropic's ``/v1/messages``.
+"""Dialects of coding agents: OpenAI's ``/v1/responses`` (Codex), Anthropic's ``/v1/messages``.
 
-Both read a conversation as items, which become a chat's messages, and answer with items.
+Both take a conversation as items, which become a chat's messages, and answer with items.
 """
 
 import json
@@ -22,10 +22,10 @@ HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "f
 # Calls of services that this server does not have.
 SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
 SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
-_latest = {}  # the latest answers' items: clients may name one by its id alone
+_latest = {}  # the latest answers' items by id: clients may name an item by its id alone
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-SIGNATURE = "moelab"  # of a thought; clients may drop thoughts without a signature
+SIGNATURE = "moelab"  # of thoughts; clients may drop thoughts without a signature
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {500: "api_error", 503: "overloaded_error"}
@@ -67,11 +67,11 @@ def pieces(value: object, role: str = "user") -> Iterator[Body]:
         case {"type": "item_reference", "id": str(number)} if item := _latest.get(number):
             yield from pieces(item)
         case {"type": "item_reference"}:
-            raise ValueError("expected an item of a late answer, or the item itself (store: false)")
+            raise ValueError("expected the id of an item of a recent answer, or the item itself")
         case {"type": str(kind)} if kind in SERVICES:
             leave_out(kind)
         case _:
-            raise ValueError(f"expected texts, thoughts, calls, results, not {shorten(value, 50)}")
+            raise ValueError(f"expected a text, thought, call or result, not {shorten(value, 50)}")
 
 
 Pieces = Annotated[list[Message], BeforeValidator(lambda value: [*pieces(value)])]
@@ -116,7 +116,7 @@ class ItemsRequest(ChatRequest):
 
 
 class Items:
-    """The items of a streamed answer, one for each run of what was written."""
+    """The items of a streamed answer: one item for each ``Run`` of what was written."""
 
     def __init__(self):
         self._number, self._runs = -1, []  # of the current item
@@ -249,7 +249,7 @@ class _Message:
 
 
 def _ended(part):
-    """Say why a message ended, and how many tokens it took."""
+    """Make the fields that say why a message ended and how many tokens it took."""
     stop = part.stop if part.finish == "stop" else None
     reason = "stop_sequence" if stop else REASONS[part.finish]
     return {"stop_reason": reason, "stop_sequence": stop, "usage": _usage(*part.usage)}

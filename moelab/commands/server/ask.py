@@ -1,4 +1,4 @@
-"""What the server's parts pass to each other: a text to write, and what was written of it."""
+"""What the server's modules pass to each other: a text to write, and what was written of it."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ Body = dict[str, Any]  # an object in JSON
 
 
 class Refused(ValueError):
-    """A request that cannot be answered: words, the wrong field, HTTP's status, an error's code."""
+    """Refuses a request, with words, the wrong field, HTTP's status and OpenAI's code."""
 
     def __init__(self, words: str, param: str | None = None, status=400, code: str | None = None):
         super().__init__(words)
@@ -37,38 +37,37 @@ class Served:
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
-    has_states: bool = False  # whether caches cannot drop their last tokens; then states are kept
+    has_states: bool = False  # whether caches cannot drop tokens (recurrent states)
     is_batchable: bool = False
     context: float = inf  # tokens of a text that memory is planned for
     room: float = inf  # how many texts of ``context`` tokens have caches that fit in memory
-    most_texts: int = 1  # texts written at once
+    most_texts: int = 1  # how many texts may be written at once
 
     def fits(self, sizes: list[int]) -> bool:
-        """Whether the caches of these texts fit in memory; ``sizes`` are their tokens."""
+        """Return whether the caches of texts of ``sizes`` tokens fit in memory together."""
         return sum(max(0.5, n / self.context) for n in sizes) <= self.room  # short ones count half
 
     def make_cache(self, drafted: bool = True) -> list:
-        """New caches of the model and, if ``drafted``, of its draft."""
+        """Make new caches of the model and, if ``drafted``, of its draft."""
         drafts = self.draft.make_cache() if drafted and self.draft is not None else []
         return make_prompt_cache(self.model) + drafts
 
 
 @dataclass
 class Ask:
-    """One text to write after ``tokens``. All values are JSON's, since ranks share asks."""
+    """One text to write after ``tokens``. All values are JSON's, since ranks share them."""
 
     tokens: list[int]
     max_tokens: int  # 0: the prompt is only scored, with ``echo``
     sampling: Body = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
     penalties: Body = field(default_factory=dict)  # arguments of its make_logits_processors
-    seed: int | None = None  # None: random numbers of its own
-    form: str | None = None  # the text goes on as this grammar says (``grammar``)
+    seed: int | None = None  # None: the engine draws a seed
+    form: str | None = None  # the grammar that the text follows (``grammar.grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first of them
     logprobs: int | None = None  # how many likely tokens to tell; None: no log probabilities
     echo: bool = False  # with ``logprobs``: log probabilities of the prompt's tokens too
     num_draft_tokens: int | str = "auto"
-    # Places in ``tokens`` where a later prompt may begin to differ, each with mlx-lm's type of
-    # cache.
+    # Places in ``tokens`` where a later prompt may differ, each with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
     is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
 
@@ -118,14 +117,14 @@ class Part:
     text: str = ""
     tokens: list[Token] = ()  # if asked for; a text's last token may be one that ends it
     prompt: list[Token] = ()  # if asked for, in the first part
-    finish: str | None = None  # of the last part: stop, length or, after calls, tool_calls
-    usage: Usage | None = None  # of the last part
+    finish: str | None = None  # in the last part: stop, length or, after calls, tool_calls
+    usage: Usage | None = None  # in the last part
     stop: str | None = None  # the stop string that ended the text
     runs: list[Run] = ()  # what ``Splitter`` made of the text
 
 
 def total(parts: list[Part]) -> Part:
-    """Make the whole answer of its parts."""
+    """Join an answer's parts into the whole answer."""
     lists = ("text", "tokens", "prompt", "runs")
     sums = {name: [x for part in parts for x in getattr(part, name)] for name in lists}
     sums |= {"text": "".join(sums["text"]), "runs": joined(sums["runs"])}

@@ -75,7 +75,7 @@ class _Choices:
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
         scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
         scores["token_logprobs"] = [row["logprob"] for row in rows]
-        # Of tokens with equal text the likeliest stays. A prompt's first has no probability.
+        # Of tokens with equal text the likeliest stays. A prompt's first token has no probability.
         tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]
@@ -91,7 +91,7 @@ class _Choices:
         return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
 
     def _usage(self, parts):
-        """Count a prompt once, although ``n`` texts go on after it."""
+        """Count the tokens; a prompt counts once, although ``n`` texts go on after it."""
         prompts = [part.usage for part in parts[:: self._request.n]]
         read, written = sum(u.prompt for u in prompts), sum(part.usage.completion for part in parts)
         usage = dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)

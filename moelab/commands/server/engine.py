@@ -36,7 +36,7 @@ from .grammar import Mask
 from .prompts import Prompts
 from .text import Stops
 
-IDLE_S = 0.1  # between two messages of rank 0 when there is nothing to do
+IDLE_S = 0.1  # seconds between two messages of rank 0 when there is nothing to do
 PART = 512  # tokens of a prompt read at once while there are other texts, and for 10 s after them
 
 
@@ -59,13 +59,13 @@ class _Text:
 
     @property
     def size(self) -> int:
-        """How many tokens the caches must hold; without a limit, ``PART`` more than so far."""
+        """How many tokens the text's caches must hold; without a limit, ``PART`` more than now."""
         is_open, ended = self.ask.is_open, self.prompt_size + self.ask.max_tokens
         return min(len(self.tokens) + PART, ended) if is_open else ended
 
     @property
     def rest(self) -> int:
-        """How many tokens are unread before the prompt's last, with which the answer begins."""
+        """How many tokens are unread before the prompt's last token, which begins the answer."""
         return self.prompt_size - 1 - self.read
 
     def write(self, token: int, logprobs: mx.array) -> bool:
@@ -130,7 +130,7 @@ class Engine:
         return partial(self._inbox.put, (number, None))
 
     def check(self) -> None:
-        """Raise the error that ended the thread, if any: no rank goes on without the others."""
+        """If an error ended the thread, raise it: no rank goes on without the others."""
         if self._error and not isinstance(self._error, Refused):
             raise self._error
 
@@ -140,7 +140,7 @@ class Engine:
         self.join()
 
     def join(self) -> None:
-        """Wait for the thread, which on other ranks ends when rank 0 says so."""
+        """Wait for the end of the thread. On other ranks the thread ends when rank 0 says so."""
         self._thread.join()
         # After its Python code the thread still frees functions that MLX compiled in it. If the
         # interpreter ended meanwhile, the process would abort.
@@ -149,7 +149,7 @@ class Engine:
             time.sleep(0.01)
 
     def _run(self):
-        """Compute until the server is stopped or something fails that concerns all texts."""
+        """Compute until the server is stopped or an error comes that concerns all texts."""
         self._stream = mx.default_stream(mx.default_device())
         error = Refused("the server was stopped", status=503)
         try:
@@ -171,7 +171,7 @@ class Engine:
         close(self.served.model)
 
     def _turn(self):
-        """Take new requests, compute a part or a token. Returns False if the server is stopped."""
+        """Take new requests, then read a part or write a token. Returns False if stopped."""
         turn, begin = self._next(), time.monotonic()
         for number, ask in turn["new"]:
             tell = self._tells.get(number, lambda _: None)  # other ranks tell nobody
@@ -184,9 +184,9 @@ class Engine:
         for text in self._at("reading", "alone"):
             self._try(self._place, text)
         reading, written = self._at("reading"), self._at("batch", "alone")
-        drafts = any(text.steps for text in written)  # then the draft holds such a text's state
+        drafts = any(text.steps for text in written)  # the draft then holds a text's state
         if reading and not drafts and (turn["due"] or not written):
-            # A short prompt comes first, unless a part of a long one is due.
+            # A short prompt comes first, or a long prompt if its next part is due.
             text = min(reading, key=lambda text: (text.rest <= PART) == turn["due"])
             is_long, self._most = text.rest > PART, turn["most"]
             self._try(self._read, text)
@@ -199,7 +199,7 @@ class Engine:
         return not turn["stop"]
 
     def _next(self):
-        """Decide what comes next, or hear it from rank 0; wait while there is nothing to do."""
+        """Decide the next turn, or get it from rank 0; wait while there is nothing to do."""
         if self._ranks and self._ranks.rank:
             if not self._texts:
                 time.sleep(0.9 * IDLE_S)  # in MLX's ring, waiting keeps a core busy
@@ -222,15 +222,15 @@ class Engine:
         return self._ranks.gather(turn)[0] if self._ranks else turn
 
     def _at(self, *places):
-        """The texts in these places, in the order in which they came there."""
+        """Return the texts in these places, in the order in which they came there."""
         return [text for text in self._texts.values() if text.place in places]
 
     def _move(self, text, place):
-        """Put a text last in a place."""
+        """Move a text to a place, behind the other texts there."""
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
-        """Do some work for a text or the batch; an error ends its texts (with ranks, all texts)."""
+        """Work for a text or the batch. An error ends its texts; with ranks, it ends all texts."""
         try:
             work(*texts)
         except Exception as e:
@@ -249,7 +249,7 @@ class Engine:
                 self._end(text)
 
     def _fits(self, text):
-        """Whether there is memory for a text's caches beside the other texts' caches."""
+        """Return whether a text's caches fit in memory beside the other texts' caches."""
         texts = self._at("reading", "alone", "batch")
         fits = self.served.fits([t.size for t in [*texts, text]])
         return not texts or (len(texts) < self.served.most_texts and fits)
@@ -272,7 +272,7 @@ class Engine:
 
     def _place(self, text):
         """Put a text where it goes on: its prompt is read in parts, or it is written."""
-        # A text that waits for memory counts, because it will soon be written, too.
+        # A text that waits for memory is counted, because it will soon be written, too.
         others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
         place = "batch" if self.served.is_batchable and others else "alone"
         # A short prompt is left to the batch, or to the loop with a draft.
@@ -313,7 +313,7 @@ class Engine:
         self.prompts.trim(self._batch.prompt_cache_nbytes)
 
     def _read(self, text):
-        """Read the next part of a prompt; then the other prompts come first."""
+        """Read the next part of a prompt, and put the text behind the other prompts."""
         most = 128 if text.scores else self._most  # log probabilities take [T, V] numbers
         most = min(self.served.args.prefill_step_size, most)
         end = min(*text.cuts, text.prompt_size - 1, text.read + most)
@@ -333,7 +333,7 @@ class Engine:
         self._move(text, "reading")
 
     def _write_batch(self):
-        """Compute a token of each text in the batch, and a part of the prompts that are read."""
+        """Compute a token of each text in the batch, and a part of the prompts that it reads."""
         texts = {text.uid: text for text in self._at("batch")}
         read, written = self._batch.next()
         for r in read:
@@ -372,7 +372,7 @@ class Engine:
         return logits
 
     def _drafted(self, text, end, max_tokens):
-        """Read a text's tokens before ``end`` (None: all) and choose those that follow."""
+        """Read a text's tokens before ``end`` (None: all), then yield the tokens that follow."""
         served, before = self.served, mx.array(text.tokens[: text.read], mx.uint32)
         mx.random.seed(text.ask.seed)  # nothing else is sampled until the text ends
         drafted = 0 if text.ask.echo else text.ask.num_draft_tokens
@@ -404,7 +404,7 @@ class Engine:
 
 
 def _tokens(ids, logprobs, most):
-    """Make a ``Token`` of each id [n], with ``most`` alternatives, by log probabilities [n, V]."""
+    """Make a ``Token`` of each id, with the ``most`` likeliest tokens, from logprobs [ids, V]."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
     size = min(max(most, 1), logprobs.shape[-1])
     top = mx.argpartition(-logprobs, size - 1, axis=-1)[:, :size]
@@ -414,7 +414,7 @@ def _tokens(ids, logprobs, most):
 
 
 def _with_own_numbers(sampler, seed):
-    """A sampler with random numbers of its own, from ``seed`` on, whatever other texts sample."""
+    """Make a sampler draw its own random numbers from ``seed``, whatever other texts sample."""
     if sampler is greedy_sampler:
         return sampler
     state = mx.random.key(seed)

@@ -1,6 +1,6 @@
-"""Keeps a text to the form that a request asks for (JSON of a schema, or calls), by llguidance.
+"""Keeps a text to the form that a request asks for: JSON of a schema, or calls.
 
-llguidance is imported only where a request needs it (the extra ``moelab[schema]``).
+This takes llguidance (the extra ``moelab[schema]``), which only such a request imports.
 """
 
 import json
@@ -21,12 +21,12 @@ def _library():
     try:
         import llguidance
     except ImportError as e:
-        raise Refused("a form of the answer needs llguidance: pip install 'moelab[schema]'") from e
+        raise Refused("an answer of a form needs llguidance: pip install 'moelab[schema]'") from e
     return llguidance
 
 
 def check(schema: Body, *path: str) -> None:
-    """Raise ``Refused``, with the place below ``path``, for a schema that is not supported."""
+    """Refuse a schema that is not supported, and name the wrong part's place below ``path``."""
     matcher = _library().LLMatcher
     known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
@@ -46,7 +46,7 @@ def check(schema: Body, *path: str) -> None:
 
 
 def schema_of(value: Any) -> Body | None:
-    """Make a schema of a field that asks for a form; None if it asks for any text."""
+    """Return the schema that a request's field asks for; None if the field allows any text."""
     match value:
         case None | {"type": "text"}:
             return None
@@ -80,9 +80,9 @@ def grammar(
     tools: list[Body] | None = None,
     one: bool = False,
 ) -> str | None:
-    """Write a text's grammar in llguidance's Lark: an answer or calls. None: any text.
+    """Write the grammar of an answer or of calls in llguidance's Lark; None allows any text.
 
-    ``state`` is ``Splitter``'s. Except in "content" a thought may come first. Raises ``Refused``.
+    In a ``state`` (``Splitter``) other than "content" a thought may come first.
     """
     forced = choice not in ("auto", "none")
     if schema is None and not forced:
@@ -105,7 +105,7 @@ def grammar(
         rules.append(_call(tokenizer, named))
     text = "\n".join([f"start: {thought} ({' | '.join(forms)})", *rules])
     if words := _matcher(text, tokenizer).get_error():
-        raise Refused(f"the form that is asked for: {words}")
+        raise Refused(f"the form that was asked for: {words}")
     return text
 
 
@@ -114,7 +114,7 @@ def _call(tokenizer, functions):
     parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
     if parser != CALLS:
         words = f"in this model's format, {parser}, calls can neither be forced nor go with a form"
-        raise Refused(f"tools: {words} of the answer; only in {CALLS}, JSON in tags", "tools")
+        raise Refused(f"tools: {words} of the answer, only in {CALLS} (JSON in tags)", "tools")
     calls = []
     for function in functions:
         schema = (function.get("parameters") or {}) | {"type": "object"}
@@ -146,7 +146,7 @@ def _matcher(text, tokenizer):
 def _vocabulary(tokenizer):
     known, ends = getattr(tokenizer, "backend_tokenizer", None), sorted(tokenizer.eos_token_ids)
     if known is None:
-        raise Refused("no form of the answer can be asked for: the tokenizer is a slow one")
+        raise Refused("no form of the answer can be asked for: this needs a fast tokenizer")
     return _library().LLTokenizer(known.to_str(), eos_token=ends)
 
 
@@ -159,7 +159,7 @@ class Mask:
 
     @property
     def error(self) -> str:
-        """llguidance's words if it cannot go on, as at one of its limits; else an empty text."""
+        """llguidance's error if it cannot go on, as at one of its limits; else an empty text."""
         return self._matcher.get_error().partition("\n")[0]
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:

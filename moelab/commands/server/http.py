@@ -1,4 +1,4 @@
-"""The server of HTTP: routes, errors, and limits on what clients send and on their silence."""
+"""The server's HTTP: routes, errors, limits on what clients send and on how long they wait."""
 
 import asyncio
 import ctypes
@@ -31,7 +31,7 @@ from .engine import Engine
 from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
-SILENT_S = 30  # a client that sends no whole request, or takes nothing, is dropped after this
+SILENT_S = 30  # a client that does not end its request, or takes nothing, is dropped after this
 KEEPALIVE_S = 4  # after this time without events, a stream gets one that keeps it alive
 GRACE_S = 2  # at Ctrl-C, the time that clients have to take what was written
 MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
@@ -86,7 +86,7 @@ class _Endpoint:
                 loop.call_soon_threadsafe(told.put_nowait, (event, index))
 
         async def write(*events, status=200, more=False):
-            """Send a whole answer or, if there is more, begin a stream."""
+            """Send a whole answer; after ``more``, send the events of a stream."""
             nonlocal begun
             if not (begun or more):
                 return await JSONResponse(*events, status)(scope, receive, send)
@@ -101,7 +101,7 @@ class _Endpoint:
             check.daemon = True  # the process ends without waiting for the thread
             check.start()
             asked, _ = await _next(told, CHECK_S)
-            if asked is None:  # end the thread, once it is back from native code
+            if asked is None:  # end the thread, as soon as its native code returns
                 given = ctypes.c_ulong(check.ident), ctypes.py_object(SystemExit)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(*given)
                 words = f"body: the check took more than {CHECK_S} s (an endless template?)"
@@ -115,7 +115,7 @@ class _Endpoint:
             logging.info("%s: the client has gone", scope["path"])
         except (Exception, asyncio.CancelledError) as error:
             words, status = _error(self.dialect, error)
-            with suppress(asyncio.CancelledError):  # the client takes no answer any more
+            with suppress(asyncio.CancelledError):  # the client can get no answer any more
                 await write(words, status=status)
         finally:
             _held.pop(request, None)
@@ -176,7 +176,7 @@ class _Endpoint:
 
 
 async def _next(told, within_s=None):
-    """Return the queue's next event, or None if none comes in time; raise it if it is an error."""
+    """Return the queue's next event, or None if none comes in time; raise an error that comes."""
     event, index = None, None
     with suppress(TimeoutError):
         async with asyncio.timeout(within_s):
@@ -188,7 +188,7 @@ async def _next(told, within_s=None):
 
 def _encode(event):
     if event is None:
-        return ": keepalive\n\n"  # a comment
+        return ": keepalive\n\n"  # an SSE comment, which clients skip
     kind = f"event: {event['type']}\n" if "type" in event else ""
     data = event if isinstance(event, str) else json.dumps(event)
     return f"{kind}data: {data}\n\n"
@@ -204,18 +204,18 @@ def listen(host: str, port: int) -> socket.socket:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
         return made
     except OSError as error:
-        raise ValueError(f"serve: --host {host} --port {port}: {error}. Give another.") from error
+        raise ValueError(f"serve: --host {host} --port {port}: {error}. Choose others.") from error
 
 
 class Server(uvicorn.Server):
-    """Answers at a socket until Ctrl-C, or until an error ends the engine of one of many ranks."""
+    """Answers at a socket until Ctrl-C, or until an error ends the engine of one of the ranks."""
 
     def __init__(self, app: CORSMiddleware, engine: Engine, listening: socket.socket):
         super().__init__(uvicorn.Config(app, **UVICORN))
         self.engine, self.socket, self._silent, self._asked = engine, listening, {}, 0
 
     def answer(self) -> None:
-        """Run in the main thread; at the end stop the engine."""
+        """Answer requests in the main thread until the end, then stop the engine."""
         host, port = self.socket.getsockname()[:2]
         host = f"[{host}]" if ":" in host else host
         print(f"moelab: http://{host}:{port}/v1 answers; Ctrl-C ends it", file=sys.stderr)
@@ -229,13 +229,13 @@ class Server(uvicorn.Server):
             self.engine.stop()
 
     def handle_exit(self, *_):
-        """Ask the server to end (an exception would abort MLX). The fourth signal ends it now."""
+        """Ask the server to end; an exception would abort MLX. A fourth signal ends it at once."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
             interrupts.end()
 
     async def on_tick(self, counter):
-        """Drop silent clients: uvicorn waits for them without end. At Ctrl-C end all answers."""
+        """Drop silent clients, for whom uvicorn waits without end; after Ctrl-C end all answers."""
         self.engine.check()
         for task in self.server_state.tasks if self.should_exit else ():
             task.cancel("the server was stopped")

@@ -24,15 +24,15 @@ class _Kept(list):
 class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
-    While less than ``free_nbytes`` of memory are free, prompts are forgotten. With ranks ``size``
-    is 0: all ranks would have to keep the same prompts. ``files`` (``PromptFiles``) has what an
-    earlier server kept, and ``close`` saves what this server keeps. One thread calls the methods.
+    While less than ``free_nbytes`` of memory are free, prompts are forgotten. With ranks
+    the number is 0, since all ranks must keep the same prompts. ``files`` (``PromptFiles``) has an
+    earlier server's prompts, and ``close`` saves this server's. One thread calls the methods.
     """
 
     def __init__(self, size=10, nbytes=sys.maxsize, free_nbytes=0, files=None):
         self._lru, self._free_nbytes, self._files = LRUPromptCache(size, nbytes), free_nbytes, files
         self._kept, self._numbers = weakref.WeakValueDictionary(), itertools.count()  # oldest first
-        self._latest = deque(maxlen=16)  # tokens of prompts, to see where the next ones part
+        self._latest = deque(maxlen=16)  # tokens of prompts, to see where the next prompts part
         free = memory_now()[1] - free_nbytes if free_nbytes else sys.maxsize
         for prompt in files.read(size, min(free, nbytes)) if files is not None else ():
             self.keep(*prompt)
@@ -54,7 +54,7 @@ class Prompts:
         If room is needed, the oldest prompt of one kind is forgotten. The kind is assistant, or
         user if more user prompts are kept, or system if even more system prompts are kept.
         """
-        cache = copy.deepcopy(cache)  # shares the arrays; the caller's caches may go on
+        cache = copy.deepcopy(cache)  # the copy shares the arrays, and the caller may write on
         # The caches of a text in a batch are views of the batch's arrays and would keep them all.
         for c in cache:
             c.state = tree_map(lambda a: mx.contiguous(a) if type(a) is mx.array else a, c.state)
@@ -65,21 +65,21 @@ class Prompts:
             self._lru.insert_cache(MODEL, tokens, kept, cache_type=kind)
 
     def shared(self, tokens: list[int], cached: int) -> int:
-        """How many tokens a prompt shares with an earlier one; 0 if ``cached`` are nearly as many.
+        """Return how many tokens a prompt shares with an earlier prompt, and remember the prompt.
 
-        Caches kept at that length serve later prompts that begin alike. Remembers the prompt.
+        Caches kept at that length serve later prompts. Returns 0 if ``cached`` is nearly as long.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= cached + 16 else 0  # else reading again takes less
+        return shared if shared >= cached + 16 else 0  # else reading them again takes less
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until ``nbytes`` of the limit are left for texts being written."""
         self._lru.trim_to(n_bytes=self._lru.max_bytes - nbytes)
 
     def make_way(self, nbytes: int = 0) -> bool:
-        """Forget prompts until ``free_nbytes + nbytes`` are free; False if that fails."""
+        """Forget prompts until ``free_nbytes + nbytes`` are free; return False if that fails."""
         short = self._free_nbytes + nbytes - memory_now()[1] if self._free_nbytes else 0
         left = self._lru.nbytes - short
         if short > 0:

@@ -1,4 +1,4 @@
-"""Requests of all dialects are checked and become one ``Ask`` for each text to write."""
+"""Checks requests of all dialects, and makes one ``Ask`` for each text to write."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ from .grammar import choice_of, grammar, schema_of
 from .template import chat_tokens
 from .text import Splitter
 
-DEFAULT = "default_model"  # mlx-lm's name of the model of the command line
+DEFAULT = "default_model"  # mlx-lm's name for the command line's model
 # Fields that are accepted with any value, without effect; docs/guide.md says why that is safe.
 TAKEN = {"user", "metadata", "client_metadata", "safety_identifier", "request_id", "store"}
 TAKEN |= {"service_tier", "priority", "speed", "inference_geo", "prediction", "truncation"}
@@ -78,7 +78,7 @@ def leave_out(what: str) -> None:
 
 
 def shown(message: object) -> object:
-    """Replace each image in a tool's result by a line of text, since the result stays in a chat."""
+    """Replace each image in a tool's result by a text, so that the chat can go on."""
     match message:
         case {"role": "tool", "content": list(parts)}:
             images = [isinstance(p, dict) and "image" in str(p.get("type")) for p in parts]
@@ -108,7 +108,7 @@ def functions(tool: object, prefix: str = "") -> list[Body]:
 
 
 def _stops(value):
-    """Make a list of a stop string, without empty ones, which would end nothing."""
+    """Make a list of one or more stop strings, without empty strings, which would end nothing."""
     value = [value] if isinstance(value, str) else value
     return [text for text in value if text != ""] if isinstance(value, list) else value
 
@@ -225,8 +225,9 @@ class ChatRequest(Request):
         scores = self.top_logprobs if self.logprobs or self.top_logprobs else None
         form, one = (self.response_format, self.tool_choice), not self.parallel_tool_calls
         form = grammar(tokenizer, state, *form, tools, one)
-        last, words = self.messages[-1]["role"], "another than the assistant's last with a form"
-        _expect(not form or last != "assistant", "messages", words, last)
+        if form and self.messages[-1]["role"] == "assistant":
+            words = "messages: an answer of a form cannot go on after an assistant's last message"
+            raise Refused(words, "messages")
         asks = self.make([prompt], served, scores, form)
         return asks, [Splitter(tokenizer, tools, state, one) for _ in asks]
 

@@ -1,4 +1,4 @@
-"""Messages become the tokens that the model reads, by its chat template."""
+"""Turns messages into the tokens that a model reads, by the model's chat template."""
 
 from contextlib import suppress
 from functools import partial
@@ -18,12 +18,12 @@ OURS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"
 def chat_tokens(
     tokenizer: TokenizerWrapper, messages: list, tools: list | None, given: dict, has_states: bool
 ) -> tuple[list[int], list[tuple[int, str]], str]:
-    """Return a chat's tokens, ``Ask.cuts`` if the model ``has_states``, and ``Splitter``'s state.
+    """Return a chat's tokens, ``Ask.cuts`` (if the model ``has_states``) and ``Splitter``'s state.
 
     ``given`` are arguments of the template. Raises ``Refused``.
     """
     if tools and not tokenizer.has_tool_calling:
-        raise Refused("tools: this model has no known format to call them. Send none.", "tools")
+        raise Refused("tools: this model has no known format of calls. Send no tools.", "tools")
     if wrong := OURS.intersection(given):
         name = "chat_template_kwargs"
         raise Refused(f"{name}: {min(wrong)} is set by the server. Leave it out.", name)
@@ -48,7 +48,7 @@ def chat_tokens(
     try:
         tokens = render(messages, **begun)
     except Exception as error:  # a template and its arguments may raise anything
-        words = f"messages: the chat template does not take them, it fails: {describe(error)}"
+        words = f"messages: the chat template fails for them: {describe(error)}"
         raise Refused(words, "messages") from error
     opened = tokenizer.rfind_think_start(tokens) if tokenizer.has_thinking else -1
     thinks = opened >= 0 and opened > tokenizer.rfind_think_end(tokens)
@@ -67,7 +67,7 @@ def chat_tokens(
 
 
 def _message(message, system):
-    """Make the message that templates expect: its content a text, its calls' arguments objects."""
+    """Make the message that templates expect: content is a text, a call's arguments an object."""
     message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content", "")
     parts = [{"text": content}] if isinstance(content, str) else content

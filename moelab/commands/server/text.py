@@ -1,4 +1,4 @@
-"""Decoded text as clients see it: ended by stop strings, split into reasoning and tool calls."""
+"""Makes of decoded text what clients get: stop strings end it, thoughts and calls are split off."""
 
 import json
 from contextlib import suppress
@@ -18,7 +18,7 @@ class Stops:
         self._stops, self._held, self.found = stops, "", None
 
     def add(self, text: str, last: bool = False) -> str:
-        """Return text to send; what may begin a stop string is held, except in the last piece."""
+        """Return text to send, and hold what may begin a stop string, except in the last piece."""
         text, self._held = self._held + text, ""
         for i in range(len(text)):
             begun = [s for s in self._stops if s.startswith(text[i : i + len(s)])]
@@ -84,9 +84,9 @@ class Splitter:
             self._runs.append(Run("reasoning" if state == "reasoning" else "content", text))
 
     def _end_tool(self, end, is_call=True):
-        """Add the calls in a tool's text, or read the text again if it has none."""
+        """Add the calls in a tool's text; if there is none, read the text again as plain text."""
         text, self._tool, calls = self._tool, "", []
-        with suppress(Exception):  # mlx-lm's parsers raise all kinds
+        with suppress(Exception):  # mlx-lm's parsers may raise any error
             parsed = self._tokenizer.tool_parser(text, self._tools) if is_call else []
             calls = [_call(**call) for call in (parsed if isinstance(parsed, list) else [parsed])]
         if not calls:
