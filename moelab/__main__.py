@@ -53,19 +53,15 @@ class _Once(argparse.Action):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse a command line; the result also has the command's function ``run``."""
-    parser = argparse.ArgumentParser(
-        prog="moelab" if Path(sys.argv[0]).stem == "moelab" else "python -m moelab",
-        description="Mixture-of-Experts decoding with the experts on disk.",
-        allow_abbrev=False,
-        formatter_class=_Help,
-    )
+    prog = "moelab" if Path(sys.argv[0]).stem == "moelab" else "python -m moelab"
+    what = "Mixture-of-Experts decoding with the experts on disk."
+    how = {"allow_abbrev": False, "formatter_class": _Help}
+    parser = argparse.ArgumentParser(prog=prog, description=what, **how)
     parser.add_argument("--version", action="version", version=f"moelab {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     given = next((word for word in argv if word in COMMANDS), None)
     for name, (module_name, help_text) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=help_text, allow_abbrev=False, formatter_class=_Help
-        )
+        command = commands.add_parser(name, help=help_text, **how)
         if name == given:
             command.register("action", None, _Once)
             from tqdm import tqdm  # not at the top: ``interrupts.end`` must handle Ctrl-C first

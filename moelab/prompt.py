@@ -70,15 +70,10 @@ def vocabulary(model: nn.Module) -> int:
     args = getattr(model, "args", None)
     text = getattr(args, "text_config", None) or {}
     text = text if isinstance(text, dict) else vars(text)
-    return (
-        getattr(args, "vocab_size", None)
-        or text.get("vocab_size")
-        or max(
-            m.weight.shape[0]
-            for _, m in model.named_modules()
-            if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))
-        )
-    )
+    if size := getattr(args, "vocab_size", None) or text.get("vocab_size"):
+        return size
+    kinds = nn.Embedding, nn.QuantizedEmbedding
+    return max(m.weight.shape[0] for m in model.modules() if isinstance(m, kinds))
 
 
 def check_tokens(tokens: mx.array, model: nn.Module) -> None:

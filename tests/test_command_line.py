@@ -281,10 +281,8 @@ def test_a_gpu_that_lacks_memory_or_time_is_told_in_one_line(words, flag, run, m
 
 @pytest.mark.parametrize("started_as", ("moelab", "python -m moelab"))
 def test_usage_says_how_it_was_started(started_as, run, monkeypatch):
-    scripts = tomllib.loads((moelab.DATA.parent / "pyproject.toml").read_text())["project"][
-        "scripts"
-    ]
-    assert pkgutil.resolve_name(scripts["moelab"]) is start
+    project = tomllib.loads((moelab.DATA.parent / "pyproject.toml").read_text())["project"]
+    assert pkgutil.resolve_name(project["scripts"]["moelab"]) is start
     path = "/a/bin/moelab" if started_as == "moelab" else "/a/moelab/__main__.py"
     monkeypatch.setattr(sys, "argv", [path])
     assert run("--version").out == f"moelab {moelab.__version__}\n"
@@ -294,15 +292,10 @@ def test_usage_says_how_it_was_started(started_as, run, monkeypatch):
 
 def test_what_help_and_the_first_second_need():
     """``--help`` imports neither a command nor MLX, whose import takes most of a second."""
-    code = (
-        "import sys\n"
-        "from moelab.__main__ import parse\n"
-        "try: parse(['--help'])\n"
-        "except SystemExit: print(*sys.modules, file=sys.stderr)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    imported = set(done.stderr.split())
-    assert not done.returncode, done.stderr
+    command = [sys.executable, "-X", "importtime", "-m", "moelab", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert not done.returncode and "moelab.interrupts" in imported, done.stderr
     assert not imported & {"mlx.core", *(f"moelab.{module}" for module, _ in COMMANDS.values())}
 
 

@@ -318,12 +318,9 @@ def test_chat(chatty, command):
     first, second = "def read_json(path):", "\ndef write_json(path):"
     model, tokenizer = moelab.load(MODEL, moelab.StreamConfig(slots=16))
     with model:
-        cache, answers = model.make_cache(), []
-        for text in (first, second.strip()):
-            ids = tokenizer.encode(text)
-            answers.append(
-                mlx_lm.generate(model, tokenizer, ids, max_tokens=16, prompt_cache=cache)
-            )
+        given = {"max_tokens": 16, "prompt_cache": model.make_cache()}
+        prompts = [tokenizer.encode(text) for text in (first, second.strip())]
+        answers = [mlx_lm.generate(model, tokenizer, prompt, **given) for prompt in prompts]
     lines = f"{first}\n\n  \n{second.strip()}\nh\nr\n{first}\n"
     for draft in DRAFTS:
         options = ["--max-tokens", 16, *drafted(draft, 4)]

@@ -90,8 +90,7 @@ def prompt_text(text: str) -> str:
         if text == "-":
             if "MLX_RANK" in os.environ:
                 raise argparse.ArgumentTypeError(
-                    "expected the text itself: mlx.launch does not pass on where standard input "
-                    "ends"
+                    "expected a text: mlx.launch does not pass on the end of standard input"
                 )
             where = " on standard input"
             text = sys.stdin.buffer.read().decode() if sys.stdin else ""

@@ -52,9 +52,7 @@ def run(args: argparse.Namespace) -> None:
 def _check_file(file):
     """Refuse a file that could not be written or is no prompt cache, before the prompt is read."""
     if file.suffix != ".safetensors" or not file.parent.is_dir():
-        raise ValueError(
-            f"{file}: expected a name that ends in .safetensors, in a folder that exists"
-        )
+        raise ValueError(f"{file}: expected a name ending in .safetensors, in an existing folder")
     check_writable(file, str(file))
     is_ours = not file.exists()
     with suppress(OSError, RuntimeError):  # ``run`` stores the model's name in each prompt cache

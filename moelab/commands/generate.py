@@ -97,9 +97,7 @@ def _check_tokens(size, tokenizer, args):
     for name in ("sampling_top_k", "min_tokens_to_keep"):
         # mlx-lm would fail inside a compiled function, and the random state would stay broken.
         if (number := getattr(args, name)) >= size:
-            raise ValueError(
-                f"{name}={number}: expected less than {size}, the size of the vocabulary"
-            )
+            raise ValueError(f"{name}={number}: expected less than {size}, the vocabulary's size")
 
 
 def _needed(model):

@@ -205,9 +205,8 @@ class PromptFiles:
         of_model = cache[: len(make_prompt_cache(model))]  # a draft's caches come after the model's
         _check_fit(of_model, checkpoint.path, checkpoint.path, checkpoint, model)
         tokens, kind = json.loads(about["tokens"]), about["kind"]
-        if {*map(type, tokens)} != {
-            int
-        } or kind not in mlx_lm_cache.LRUPromptCache().stats_by_type():
+        kinds = mlx_lm_cache.LRUPromptCache().stats_by_type()
+        if {*map(type, tokens)} != {int} or kind not in kinds:
             raise ValueError(f"expected tokens and mlx-lm's kind of text, got {tokens} and {kind}")
         if isinstance(self._draft, LookupDraft):
             cache += self._draft.make_cache()

@@ -21,6 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     path = find(args.model, download=False)
-    given = {} if args.library is None else {"library": args.library}
-    out = repack(path, args.out, progress=not args.quiet, **given)
+    out = repack(path, args.out, progress=not args.quiet, library=args.library or "auto")
     print(f"{out}: the same model, each expert in one piece, for moelab.load and python -m moelab")

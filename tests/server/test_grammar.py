@@ -61,11 +61,9 @@ def drawn(r, depth=2):
 def schema_of(seed):
     """The schema of an object with two drawn schemas, one of them by reference."""
     parts = {"x": drawn(random.Random(seed)), "y": {"$ref": "#/$defs/z"}}
-    schema = {"type": "object", "properties": parts, "required": ["x", "y"]}
-    return schema | {
-        "$defs": {"z": drawn(random.Random(f"z{seed}"))},
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": parts, "required": [*parts]}
+    schema["$defs"] = {"z": drawn(random.Random(f"z{seed}"))}
+    return schema | {"additionalProperties": False}
 
 
 # Three schemas that together have every kind of leaf and node, or as many as MOELAB_SCHEMAS says.
@@ -198,9 +196,7 @@ def test_a_form(state, asked, taken, others):
 def test_what_a_model_cannot_do():
     tokenizer = wrapped(speaker.TEMPLATE, "qwen3_coder")
     for asked in ((None, "required", TOOLS), (None, ["f"], TOOLS), (ONE, "auto", TOOLS)):
-        with pytest.raises(
-            Refused, match="this model's format, qwen3_coder, .* only in json_tools"
-        ):
+        with pytest.raises(Refused, match="only in json_tools .* format is qwen3_coder"):
             grammar(tokenizer, "normal", *asked)
     with pytest.raises(Refused, match="begin with a header"):
         grammar(tokenizer, "header", ONE)
@@ -223,11 +219,9 @@ def test_without_the_library(monkeypatch):
 @pytest.mark.parametrize("served", ["streamed"], indirect=True)
 def test_a_limit_of_the_library(client):
     """A form beyond the limit ends its text with an error, and other texts go on."""
-    kinds = [
-        {"properties": {"k": {"pattern": f"^x*y{{{i % 7}}}$"}, f"v{i}": {}}} for i in range(3000)
-    ]
-    kinds = {"anyOf": [{"type": "object", "required": ["k"], **kind} for kind in kinds]}
-    forms = [kinds, ONE, ONE]
+    fields = [{"k": {"pattern": f"^x*y{{{i % 7}}}$"}, f"v{i}": {}} for i in range(3000)]
+    kinds = [{"type": "object", "required": ["k"], "properties": of} for of in fields]
+    forms = [{"anyOf": kinds}, ONE, ONE]
 
     def ask(schema):
         asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -235,9 +229,7 @@ def test_a_limit_of_the_library(client):
 
     with ThreadPoolExecutor(3) as threads:
         failed, *answers = [threads.submit(ask, schema) for schema in forms]
-        with pytest.raises(
-            openai.BadRequestError, match="the form that was asked for: Parser Error"
-        ):
+        with pytest.raises(openai.BadRequestError, match="was asked for: Parser Error"):
             failed.result()
         for answer in answers:
             valid(answer.result(), ONE)

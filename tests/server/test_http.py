@@ -304,9 +304,8 @@ def process(folder, *options, limit_nbytes=None, ends=(signal.SIGINT,), nohup=Fa
         except limit.NoLimit as error:
             pytest.skip(str(error))
         command = [*prepared.prefix, *["nohup"] * nohup, *command, "--port", "0", *options]
-        process = stack.enter_context(
-            subprocess.Popen(command, stderr=out, cwd=DATA.parent, preexec_fn=prepared.before_exec)
-        )
+        how = {"stderr": out, "cwd": DATA.parent, "preexec_fn": prepared.before_exec}
+        process = stack.enter_context(subprocess.Popen(command, **how))
         stack.callback(process.kill)
         server = Here(wait_for(lambda: re.search(r"http://\S+/v1", log.read_text()))[0])
         server.send_signal = process.send_signal

@@ -65,13 +65,10 @@ AB = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 EMPTY, BEGUN = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
 SILENT, SAID = {"role": "assistant"}, {"role": "assistant", "content": "Once "}
+NONE, SHOWN = SILENT | {"content": None}, {"role": "tool", "content": [AB[0], IMAGE]}
 RULE = [user(AB), SILENT, {"role": "developer", "content": "Be short"}]
 READ = [  # a template, messages, and the end of what the model reads
-    (
-        PLAIN,
-        [user(AB), SILENT | {"content": None}, SILENT],
-        f"user\nab<|im_end|>\n{2 * EMPTY}{BEGUN}",
-    ),
+    (PLAIN, [user(AB), NONE, SILENT], f"user\nab<|im_end|>\n{2 * EMPTY}{BEGUN}"),
     (PLAIN, RULE, f"<|im_start|>system\nBe short<|im_end|>\n{BEGUN}"),
     (PLAIN + "{# developer #}", RULE, f"<|im_start|>developer\nBe short<|im_end|>\n{BEGUN}"),
     (None, RULE, "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"),
@@ -80,11 +77,7 @@ READ = [  # a template, messages, and the end of what the model reads
     (None, [user("a"), SAID], "USER: a\nASSISTANT: Once "),
     (PLAIN, [user("a"), SAID | {"tool_calls": [function("{}")]}], f"Once <|im_end|>\n{BEGUN}"),
     # A text replaces an image in a tool's result; other images are refused.
-    (
-        PLAIN,
-        [{"role": "tool", "content": [AB[0], IMAGE]}],
-        f"a(an image was left out)<|im_end|>\n{BEGUN}",
-    ),
+    (PLAIN, [SHOWN], f"a(an image was left out)<|im_end|>\n{BEGUN}"),
     ("{{ a }}{{ messages[0].content }}", [user("x")], "1x"),
 ]
 

@@ -113,8 +113,8 @@ def _call(tokenizer, functions):
     """Write the rule for a call of one of the functions."""
     parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
     if parser != CALLS:
-        words = f"in this model's format, {parser}, calls can neither be forced nor go with a form"
-        raise Refused(f"tools: {words} of the answer, only in {CALLS} (JSON in tags)", "tools")
+        words = f"calls can be forced or go with a form only in {CALLS} (JSON in tags)"
+        raise Refused(f"tools: {words}; this model's format is {parser}", "tools")
     calls = []
     for function in functions:
         schema = (function.get("parameters") or {}) | {"type": "object"}
