@@ -86,7 +86,7 @@ class _Endpoint:
                 loop.call_soon_threadsafe(told.put_nowait, (event, index))
 
         async def write(*events, status=200, more=False):
-            """Send a whole answer; after ``more``, send the events of a stream."""
+            """Send a whole answer or, from the first call with ``more`` on, events of a stream."""
             nonlocal begun
             if not (begun or more):
                 return await JSONResponse(*events, status)(scope, receive, send)
