@@ -1,11 +1,11 @@
-# Nothing is assumed but make and Python 3.11 or newer with venv: every target sets up .venv by itself, once.
+# The targets need make, and Python 3.11 or newer with venv. The first target that runs sets up .venv.
 #   make lab    opens JupyterLab at the first notebook
 #   make run    runs every notebook and writes one HTML page for each under build/, in ten minutes
-#   make notebooks   runs them anew and keeps their figures as pictures; NB=03_page_cache runs one
-#   make records   lists the parts that records are measured in; PART="engine drafts" measures two
+#   make notebooks   runs every notebook anew and keeps its figures as pictures; NB=03_page_cache runs one
+#   make records   lists the parts in which records are measured; PART="engine drafts" measures two parts
 #   make numbers   writes the README's numbers and docs/scorecard.md anew from the records
-#   make test   tests every module, every mode and every notebook, in ten minutes; make test-lab a part
-#   make test-all   the same with the slow tests, at full size
+#   make test   tests every module, every mode and every notebook, in ten minutes; make test-lab runs one part
+#   make test-all   runs these tests and the slow ones, at full size
 # With EXTRA=cuda the set-up installs MLX for a CUDA 13 GPU in place of the CPU build.
 
 PYTHON ?= $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11 python,$(shell \
@@ -21,24 +21,25 @@ lab: $(READY)
 run: $(READY)
 	$(BIN)/python -m moelab.lab pages notebooks build
 
-# On a quiet machine and a commit of its own: a record that other work disturbed is not kept.
+# Commit first, since a record names its commit. Let nothing else run: a disturbed record is not kept.
 records: $(READY)
 	$(BIN)/python data/recipes/records.py $(PART)
 
-# The README's blocks of numbers, and the page of claims.
+# Writes the README's blocks of numbers, and the page of claims.
 numbers: $(READY)
 	$(BIN)/python data/recipes/readme.py
 	$(BIN)/python data/recipes/scorecard.py
 
-# What people use instead, from PyPI into build/peers: llama.cpp is compiled, in five minutes.
+# Installs llama.cpp and mlx-vlm, to compare moelab with, from PyPI into build/peers. llama.cpp is
+# compiled, in five minutes.
 peers: $(READY)
 	$(BIN)/python data/recipes/peers.py install
 
-# Three parts at a time, one line for each: tests/helpers/parts.py. test-lab runs one of them.
+# tests/helpers/parts.py runs three parts at a time and prints a line for each. test-lab runs one part.
 test: $(READY)
 	@$(BIN)/python tests/helpers/parts.py
 
-# Also the slow tests, everything at full size, every damaged file.
+# Runs the slow tests, too, with full sizes and every damaged file.
 test-all: $(READY)
 	@$(BIN)/python tests/helpers/parts.py --all
 
@@ -48,7 +49,7 @@ test-%: $(READY)
 check: $(READY)
 	$(BIN)/python -m moelab check
 
-# On a quiet machine, with Chromium (make browser): all notebooks, or NB="03_page_cache 04_prefetch".
+# Runs all notebooks, or NB="03_page_cache 04_prefetch". Needs a quiet machine and Chromium (make browser).
 notebooks: $(READY)
 	$(BIN)/python data/recipes/notebooks.py $(NB)
 
@@ -56,7 +57,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# The browser test needs Chromium and its driver, and is skipped without them; only root on Debian gets them here.
+# Installs Chromium and its driver, as root on Debian. Without them the browser test is skipped.
 browser:
 	command -v chromedriver >/dev/null || { apt-get update -qq && \
 	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium chromium-driver; }
@@ -64,8 +65,8 @@ browser:
 clean:
 	rm -rf build .venv .pytest_cache .ruff_cache
 
-# A second call needs neither time nor network until pyproject.toml changes. The last line answers
-# JupyterLab's question about news and updates, so that it neither asks nor looks for them.
+# Runs again only after pyproject.toml has changed. overrides.json answers JupyterLab's question about
+# news and updates, so that JupyterLab neither asks nor looks for them.
 $(READY): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "moelab needs Python 3.11 or newer (on a Mac for arm64): install it, or say 'make PYTHON=/path/to/python3'"; exit 1; }
 	$(PYTHON) -m venv .venv

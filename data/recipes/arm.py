@@ -3,7 +3,8 @@
     python data/recipes/arm.py FOLDER
 
 Needs Debian or Ubuntu with qemu-user-static. FOLDER gets the ARM Python of the same release and the
-newest packages for it (600 MB). An eighth of the tests is run. A run takes ten minutes or more.
+newest packages for it (600 MB). Every eighth test of kernels and of the reader is run. A run takes
+ten minutes or more.
 """
 
 import subprocess
@@ -12,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GLIBC = (35, 34, 31, 28, 27, 26, 24, 17)  # wheels' versions of glibc, 2.N
+GLIBC = (35, 34, 31, 28, 27, 26, 24, 17)  # N of the glibc versions 2.N that wheels are built for
 TEXTS = """
 import mlx_lm, moelab
 for mode in ("resident", "serial", "buffers", "stacked", "fused"):
@@ -31,7 +32,7 @@ raise SystemExit(pytest.main(words, plugins=[Sampled()]))
 
 
 def emulated(folder: Path) -> list[str]:
-    """Return the command of an ARM Python with moelab's packages; install only missing parts."""
+    """Return the command of an ARM Python with moelab's packages; install what is missing."""
     root, site, apt = (folder / name for name in ("root", "site", "apt"))
     if not root.is_dir():  # this system's apt folders stay as they are
         for part in ("lists/partial", "archives/partial"):
@@ -63,7 +64,7 @@ def emulated(folder: Path) -> list[str]:
 
 
 def main(folder: str) -> bool:
-    """Print how many texts equal this machine's, run the tests, return whether all is well."""
+    """Print how many texts equal this machine's, run the tests, and return whether all passed."""
     arm = emulated(Path(folder).absolute())
     here, there = (
         subprocess.run([*python, "-c", TEXTS], cwd=ROOT, check=True, capture_output=True, text=True)

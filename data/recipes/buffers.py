@@ -1,11 +1,11 @@
-"""Time a dense and an MoE model of one size under MLX's settings of command buffers, on a GPU.
+"""Time a dense and an MoE model of equal size on a GPU, by MLX's settings of command buffers.
 
     python data/recipes/buffers.py OUT.json                  a token's seconds, by setting
-    python data/recipes/buffers.py OUT.json MODEL            operations in their layers and MODEL's
+    python data/recipes/buffers.py OUT.json MODEL            operations in each layer, MODEL's too
     python data/recipes/buffers.py OUT.json MODEL kernels    a token's seconds on the GPU, by kernel
 
 Notebook 10 reads the records. MLX reads its settings once, so each setting has its own process.
-CUPTI counts the kernels, through ``torch.profiler``.
+``torch.profiler`` counts and times the kernels.
 """
 
 import os
@@ -48,7 +48,7 @@ KINDS = {  # kinds of kernels, by words in their names
 def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
     """Make random 4-bit models: Qwen3 with an MLP of size K*F, Qwen3-MoE with K experts of F.
 
-    For each token both compute equally much and touch equally many bytes.
+    For each token both do the same amount of arithmetic and read the same number of bytes.
     """
     mx.random.seed(0)
     size = {"hidden_size": D, "intermediate_size": K * F, "num_hidden_layers": layers}
@@ -74,7 +74,7 @@ def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
 
 
 def loop(model, tokens, hook=None):
-    """Time greedy decoding in which the next token is scheduled before this one is read.
+    """Time greedy decoding that schedules the next token before it reads the current one.
 
     ``hook(call, x, indices)`` is called in place of each layer's experts.
     """
@@ -84,7 +84,7 @@ def loop(model, tokens, hook=None):
 
 
 def here(tokens=48, rounds=10):
-    """Time the models in this process, whose environment has one of MLX's settings."""
+    """Time the models in this process, whose environment has one of ``SETTINGS``."""
     models = dense_and_moe()
     hooks = {AHEAD: None, ROUTING_READ: lambda call, x, i: (np.array(i), call(x, i))[1]}
     variants = {
@@ -103,7 +103,7 @@ def resident(path):
 
 
 def count(path):
-    """Count the operations in MLX's graph of each layer, of both models and of a checkpoint."""
+    """Count each layer's operations in MLX's graph, for both models and for a checkpoint."""
     models = dense_and_moe(layers=1) | {Path(path).name: resident(path)}
     rows = [
         {"variant": name, "layer": layer, "operations": sum(kinds.values())} | kinds
@@ -114,7 +114,7 @@ def count(path):
 
 
 def kernels(path, tokens=64, rounds=5):
-    """Measure a decoded token's GPU seconds by kind of kernel; a short prompt counts in, too."""
+    """Measure a token's seconds on the GPU by kind of kernel; a short prompt's are included."""
     from torch.profiler import ProfilerActivity, profile
 
     model = resident(path)

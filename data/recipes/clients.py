@@ -2,14 +2,14 @@
 
     python data/recipes/clients.py [codex] [ai-sdk]
 
-These two have HTTP clients of their own. tests/server has OpenAI's and Anthropic's Python packages,
-through which LangChain, pydantic-ai and aider ask.
+Codex and the AI SDK have HTTP clients of their own. LangChain, pydantic-ai and aider ask through
+OpenAI's and Anthropic's Python packages, which tests/server runs.
 
-npm fetches each client into a folder of its own under build/clients. The model thinks, calls two
-tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read a file, change the
-file and run a command. The AI SDK has to run the called tool, and to read objects of a schema that
-the model tiny-moe writes. The script prints a table (client, version, what the client did) and
-exits with 1 if a client failed.
+npm fetches each client into a folder of its own under build/clients. The scripted model thinks,
+calls two tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read a file,
+change the file and run a command. The AI SDK has to run the called tool. It also has to read
+objects of a JSON schema, which tiny-moe writes. The script prints a table (client, version, what
+the client did) and exits with 1 if a client failed.
 """
 
 import json
@@ -58,7 +58,7 @@ for (const [name, model] of Object.entries(clients(process.argv[2]))) {
 
 
 class Scripted(Speaker):
-    """An engine that says one turn after the other; it is silent once, before the last turn."""
+    """An engine that writes given turns in order; it is silent before it first writes the last."""
 
     def __init__(self, turns):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Compute a checkpoint's bits per byte on held-out text, beside ``xz -9e``, and experts' shares.
+"""Print a checkpoint's and ``xz -9e``'s bits per byte of held-out text, and experts' shares.
 
     python data/recipes/evaluate.py data/models/tiny-moe
 
@@ -15,7 +15,7 @@ import moelab
 from moelab.lab import quality
 from moelab.lab.texts import heldout_files
 
-WINDOW = 2048  # tokens; no context crosses a window
+WINDOW = 2048  # tokens; each window is predicted from its own tokens alone
 
 
 def evaluate(path, texts):

@@ -2,7 +2,8 @@
 
     python data/recipes/exactness.py OUT.json MODEL stacked,fused SLOTS
 
-For a GPU, on which the number of rows decides which kernel MLX takes, and so how MLX rounds.
+It is meant for a GPU: there the number of rows decides which kernel MLX takes, and so how MLX
+rounds.
 """
 
 import random

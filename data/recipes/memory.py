@@ -2,7 +2,7 @@
 
     python data/recipes/memory.py OUT.json MODEL SLOTS TOKENS RUNS
 
-Claim A10 rests on these records. Each run has a process of its own.
+Claim A10 of docs/scorecard.md rests on this record. Each run has a process of its own.
 """
 
 import sys
@@ -19,7 +19,7 @@ from moelab.lab.texts import PROMPTS
 
 
 def counts(path, slots, tokens):
-    """Run once in this process; return rows: memory every few tokens of a long greedy text."""
+    """Decode a long greedy text in this process; return a row of memory every few tokens."""
     model, tokenizer = load(path, StreamConfig(slots=slots))
     rows, swapped = [], psutil.swap_memory().sout
     with model:

@@ -29,7 +29,7 @@ WIDTH = 800  # CSS pixels
 # A path of the machine that ran the notebook, in JSON, which doubles a backslash.
 # tests/test_docs.py forbids such paths.
 MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\\\)")
-# plotly warns that options are ignored, since this script started kaleido's server, not plotly.
+# plotly warns that its options are ignored, because this script starts kaleido's server itself.
 warnings.filterwarnings("ignore", "The kopts argument")
 
 
@@ -69,7 +69,7 @@ def embed(cell):
 
 
 def executed(source):
-    """Run a notebook; return its text, as GitHub can show it, and an error; one is empty."""
+    """Run a notebook; return its file's text for GitHub, and an error; one of the two is empty."""
     notebook, failed = pages.run(source)
     if failed:
         return "", failed
@@ -85,7 +85,7 @@ def executed(source):
     text = nbformat.writes(notebook).replace(f"{ROOT}/", "") + "\n"
     if found := MACHINE.search(text):
         told = text[max(0, found.start() - 60) : found.end() + 60]
-        return "", f"expected no path of this machine, got {told!r}: print a shorter one"
+        return "", f"expected no path of this machine, got {told!r}: print a relative path"
     return text, ""
 
 

@@ -1,23 +1,23 @@
-"""Run programs that people use instead of moelab beside it, from PyPI, in build/peers.
+"""Compare moelab with the programs that people use instead: llama.cpp, mlx-vlm, mlx-lm (peers).
 
-    python data/recipes/peers.py install            fetches and builds the peers (``make peers``)
+    python data/recipes/peers.py install            (``make peers``) llama.cpp, mlx-vlm from PyPI
     python data/recipes/peers.py against OUT.json MODEL TEXT RUNS [WORD ...]
 
 llama.cpp maps a GGUF file of the same weights into memory. mlx-vlm reads experts from a folder that
 it writes itself (``mlx_vlm.moe_offload``), and keeps the experts that it used last. Each peer runs
 in a process of its own, and no other process imports it.
 
-``against`` reads one text with each peer, in rounds of random order; the file is dropped from the
-page cache before each run. TEXT is a trace's file, whose tokens the peers read one by one, or
-lengths of prompts (``126,400,800``). A WORD is
+``against`` reads one text with each peer, in rounds of random order; the model's file is dropped
+from the page cache before each run. TEXT is a trace's file, whose tokens the peers read one by one,
+or lengths of prompts (``126,400,800``). A WORD is
 
-- a memory limit of the process in MB, page cache included (Linux). 0, the default, is none;
+- a memory limit of the process in MB, page cache included (Linux). 0, the default, means no limit;
 - a peer, with options after slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
   ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
 - ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
-- ``warmup=32``: tokens after the prompt that are read before the clock starts; ``tokens=32``: those
-  that are timed then; ``seconds=30``: each of these two ends early after so many seconds;
+- ``warmup=32``: tokens after the prompt that are read before the clock starts; ``tokens=32``:
+  tokens that are timed after them; ``seconds=30``: each of the two ends after 30 seconds at most;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
 Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
@@ -63,25 +63,25 @@ PACKAGES = {
 NAMES = (MOELAB, MLX_LM, *PACKAGES)
 BUILD = ["-DGGML_NATIVE=ON", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF"]
 BUILD += [f"-DLLAMA_BUILD_{p}=OFF" for p in ("TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
-EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # the names of tensors in a GGUF file
+EXPERTS = rb"\.ffn_(up|down|gate|gate_up)_(ch|)exps"  # experts' tensors in a GGUF file
 
 
 def install():
-    """Fetch and build the peers that are not there yet."""
+    """Fetch and build the peers that are not in build/peers yet."""
     cuda = ["-DGGML_CUDA=ON"] if card()["backend"] == "CUDA" else []
     environment = os.environ | {"CMAKE_ARGS": " ".join(BUILD + cuda)}
     for name, packages in PACKAGES.items():
         if is_built(name):
-            print(f"{name}: there, {', '.join(packages)}")
+            print(f"{name}: is installed, {', '.join(packages)}")
             continue
         words = ["pip", "install", "--no-deps", "--upgrade", "--disable-pip-version-check"]
         words += ["--target", str(WORK), "--no-binary", "llama-cpp-python", *packages]
         if subprocess.run([sys.executable, "-m", *words], env=environment).returncode:
-            raise OSError(f"{name}: it needs PyPI, and a C++ compiler for llama.cpp")
+            raise OSError(f"{name}: pip failed. It needs PyPI, and a C++ compiler for llama.cpp.")
 
 
 def is_built(name):
-    """Whether a peer's packages have their pinned versions; True for what comes with moelab."""
+    """Whether a peer's packages have their pinned versions; moelab and mlx-lm need none."""
     pinned = (package.split("==") for package in PACKAGES.get(name, ()))
     found = importlib.metadata.distributions
     return all(v in [d.version for d in found(name=n, path=[str(WORK)])] for n, v in pinned)
@@ -107,7 +107,7 @@ def way(text):
     return peer, {}
 
 
-# In a process of its own
+# What runs in a peer's own process
 
 
 def opened(peer, path, context, **options):
@@ -125,7 +125,7 @@ def opened(peer, path, context, **options):
 
         model = mlx_vlm.load(path, **options)[0].language_model
         if mx.default_device() == mx.cpu:
-            model.set_dtype(mx.float32)  # as the others; half precision is far slower on a CPU
+            model.set_dtype(mx.float32)  # as other peers; half precision is far slower on a CPU
     else:
         resident = {"mode": "resident", "kernels": "mlx"}  # mlx-lm's model and MLX's kernels
         streamed = {"slots": 16, "context": context} | options
@@ -215,7 +215,7 @@ def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
     return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
 
 
-# The records
+# What makes the records
 
 
 def against(
@@ -255,7 +255,7 @@ def against(
             options = {"slots": "auto"} | options
         elif peer == MLX_VLM and nbytes:
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
-            # Half is for experts, the other half for buffers and the page cache.
+            # Half of what is left is for experts, the other half for buffers and the page cache.
             options = {"expert_cache_gb": max(0, nbytes - others) / 2e9}
         arguments = peer, str(file), *text, seconds, options
         made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)

@@ -1,9 +1,9 @@
 """Compare speeds that others publish, and our own, with what the planner predicts.
 
     python data/recipes/published.py
-    python data/recipes/published.py settings    settings of one machine, and the planned one
+    python data/recipes/published.py settings    several settings of a machine, and the planned one
     python data/recipes/published.py macs        plans for Macs, which the README shows
-    python data/recipes/published.py own         ours, planned with costs of the same machine
+    python data/recipes/published.py own         our own speeds, and plans with measured costs
 
 Nothing is measured: the tables are computed and printed.
 
@@ -63,9 +63,9 @@ MOST_CONTEXT = 8192  # tokens: with more, caches take much of a token's time
 # Methods with other arithmetic than a streaming engine's, or with answers that are not the model's.
 OTHER_METHODS = ("serial", "TurboQuant", "skipped", "top-p", "mmap")
 OTHER_DEVICES = ("RTX", "Vulkan", "phone")
-# The cores of computers that are not Macs. The GB/s of a chip's slower version, by the GB of its
-# memory.
+# Cores of computers that are not Macs
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
+# GB/s of a chip's slower version, by the GB of its memory
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
 TOKENS = 400  # tokens of the trace; half of them fill the caches
 # The columns of a row from which a prediction follows.
@@ -81,7 +81,7 @@ def rows():
         table[name] = pd.to_numeric(table[name])
     table["group"] = table.source.map(group)
     table["side"] = table.group.map(side)
-    # The slots in each layer, where a row says them
+    # The slots in each layer, where a row states them
     said = table.slots_or_cache.str.extract(r"^(\d+) (?:slots|experts a layer|a layer)")[0]
     table["slots"] = said.astype(float)
     table["why_not"] = table.apply(why_not, axis=1)
@@ -89,7 +89,7 @@ def rows():
 
 
 def group(source):
-    """Return the group of sources in which this source counts."""
+    """Return the group that this source belongs to: sources of one author or of one thread."""
     if source.startswith("mlx-lm"):  # issues and pull requests of many authors
         return source
     return ONE_SOURCE.get(source) or re.split(r" (?:README|docs|PR|issue)", source)[0]
@@ -140,7 +140,7 @@ def factor(a, b):
 
 
 def reached(sources):
-    """Compute what ``GOALS`` ask for from the sources that the fit left out."""
+    """Compute the figures that ``GOALS`` bound, from the sources that the fit left out."""
     off = sources[sources.side == "left out"].factor
     found = off.median(), off.quantile(0.8), off.max()
     return dict(zip(GOALS, map(float, found)))
@@ -167,7 +167,7 @@ def plan_of(row):
 
 
 def _held(row, plan):
-    """Return how many experts of each layer a row says it holds."""
+    """Return how many experts of each layer were in memory, as a row states it."""
     if row.slots_or_cache == "all" or row.hit_rate == 1:
         return plan.num_experts
     if row.held_gb == row.held_gb:
@@ -185,7 +185,7 @@ def predict(row):
     slots, policy = (held, "lru") if held >= K else (K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else plan.other_nbytes + held * one
     costs = machine.costs(facts, arrays)
-    # A source's number of slots is believed; the page cache gets the memory that is left, if any.
+    # The stated number of slots is taken as it is; the page cache gets what memory is left.
     memory = max(machine.memory_nbytes, other + slots * one)
     return replay(
         typical_trace(facts, TOKENS),
@@ -212,7 +212,7 @@ def predicted(table):
     return table.assign(predicted_tok_s=of.map(speeds))
 
 
-# Rows that are alike in these columns are compared by their settings.
+# ``settings`` compares rows that are equal in these columns.
 SAME = ["group", "side", "machine", "ram_gb", "model", "bits", "top_k", "method", "draft"]
 SAME += ["prompt_tokens", "context"]
 
@@ -277,7 +277,7 @@ def speeds():
     return f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
 
 
-# Our own speeds: where, the record of costs, the record of speeds, the number of layers.
+# Our own speeds: where they were measured, records of costs and of speeds, number of layers.
 OWN = (
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_478", 4),
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),
@@ -293,7 +293,7 @@ def own():
     for where, costs, speeds, layers in OWN:
         plan, found = page_cache.machine_and_model(records.read(costs))
         samples = records.read(speeds)
-        # If a record does not say how to read, the engine chose.
+        # If a record does not say how experts were read, the engine chose.
         samples = samples if "direct" in samples else samples.assign(direct=found.reads_direct)
         trace = page_cache.routing(layers, FULL_VOCABULARY if layers == 40 else None)
         for one in page_cache.replayed(page_cache.told(samples), plan, found, trace).itertuples():

@@ -18,7 +18,7 @@ from moelab import DATA, Trace
 COMMIT = "2d4f2b11db128cbe32da738ce114c0479542f458"
 FOLDER = "docs/bench-data/2026-07-15-route-trace"
 PROMPT = "Explain how a mixture-of-experts model decides which experts handle each token."
-# The file made: the source's file, and the model with the recorded top-k in place of its own.
+# By the file that is made: the source's file, and the model with its recorded top-k.
 TRACES = {
     "qwen3-30b-a3b": ("qwen", "Qwen3-30B-A3B-Q4_K_M, top-6 in place of 8"),
     "gemma-4-26b-a4b": ("gemma", "gemma-4-26B-A4B-it-Q4_K_M, top-6 in place of 8"),
@@ -32,7 +32,7 @@ def committed(clone, path) -> str:
 
 
 def decoded(text) -> tuple[np.ndarray, int]:
-    """Parse a route trace: decoded tokens' experts ``[T, L, K]``, in the router's order, and E."""
+    """Parse a route trace: return decoded tokens' experts ``[T, L, K]``, in router order, and E."""
     about = next(line for line in text.splitlines() if line.startswith("# model="))
     sizes = dict(word.split("=") for word in about.split() if word.count("=") == 1)
     L, E, K = (int(sizes[name]) for name in ("n_layer", "n_expert", "n_expert_used"))

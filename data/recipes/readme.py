@@ -17,7 +17,7 @@ PROGRAMS |= {"llama.cpp": "llama.cpp", "mlx-lm": "mlx-lm"}
 
 
 def speed(name, variant, column="tok_s"):
-    """Write the median and interval of a variant's column, or that the system killed it."""
+    """Write the median and interval of a variant's column, or ``killed`` if the system ended it."""
     found = values(read(name), variant, column)
     if found.empty:
         return "killed"
@@ -37,7 +37,7 @@ def host(name):
 
 
 def against(name, memories, column="tok_s"):
-    """Make a table of a record's programs; ``memories`` gives the limit of a row's label."""
+    """Make a table of a record's programs; ``memories`` maps a row's label to a limit."""
     rows = (
         [said, *(speed(name, f"{peer}, {limit}", column) for peer in PROGRAMS.values())]
         for said, limit in memories.items()
@@ -46,7 +46,7 @@ def against(name, memories, column="tok_s"):
 
 
 def table(head, *rows):
-    """Write rows of cells in Markdown; a bar in a cell would end the cell."""
+    """Write rows of cells in Markdown; a slash replaces a bar, which would end its cell."""
     rows = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
 
@@ -110,31 +110,32 @@ In 4 GB moelab decodes {least} times as fast as llama.cpp, without a limit
 was not in memory before (*cold*). A run reads {prompt:.0f} tokens of a prompt and {warm} tokens to
 warm up. Then it is timed for {timed} tokens. Warm-up and timing each end after {most_s} s at most.
 *Killed*: out of memory. The weights are random, and each token's experts are those that the trained
-`tiny-moe` chose. So moelab's early guesses of experts are always right here. A trained model's are
-not ([04](notebooks/04_prefetch.ipynb)). mlx-vlm needs a second copy on disk. It is in
-[09](notebooks/09_against_others.ipynb).
+`tiny-moe` chose. So moelab's early guesses of experts are always right here. With a trained model
+they are not ([04](notebooks/04_prefetch.ipynb)). mlx-vlm needs a second copy on disk; only
+[09](notebooks/09_against_others.ipynb) has it, with four layers.
 
 Seconds to the first token:
 
 {against(full, memories, "prefill_s")}
 
 **Which one should I use?** If the model does not fit in memory: moelab. If it fits, on a CPU:
-measure. If it fits in the memory of a GPU's host: llama.cpp. With experts on the CPU it decodes
-{on_host} times as fast as moelab whose slots are filled from the host's memory, on
+measure. If it fits in the memory of a GPU's host: llama.cpp. With experts on the CPU llama.cpp
+decodes {on_host} times as fast as moelab whose slots are filled from the host's memory, on
 {host("cuda_against_35b")} ([09](notebooks/09_against_others.ipynb)).
 
-What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
+What decides the speed? The first three points are about four such layers (1.9 GB), the last one
+about `tiny-moe`:
 
-- **Where reads go.** In memory for half of the file, slots filled past the page cache decode
-  {past} times as fast as filled through it. Through it, 54 slots decode
-  {more} times as fast as 8, on {host(half)}. Nothing was read early
+- **Where reads go.** With memory for half of the file, slots filled past the page cache decode
+  {past} times as fast as slots filled through it. Filled through it, 54 slots
+  decode {more} times as fast as 8, on {host(half)}. Nothing was read early
   ([03](notebooks/03_page_cache.ipynb)).
 - **A CPU's kernels.** With every expert in memory (*resident*; random routing) moelab decodes
   {kernels} times as fast as mlx-lm on {host("cpu_ladder_35b")}
   ([02](notebooks/02_expert_streaming.ipynb)).
 - **A GPU's reads.** With a quarter of the experts in slots, {host("cuda_timeline_35b")} decode
-  {slots} times as fast as resident if the others come from the file in the page
-  cache, {copied} times if moelab keeps them in the host's memory
+  {slots} times as fast as resident if the other experts come from the file in the
+  page cache, {copied} times if moelab keeps them in the host's memory
   ([02](notebooks/02_expert_streaming.ipynb)).
 - **A draft's time.** `tiny-moe` decodes greedy text with 48 of 64 experts in slots. On
   {host(drafts[0])} it decodes {gpu} tok/s. A block draft's 7 guesses
@@ -146,7 +147,7 @@ What decides it, for four such layers (1.9 GB) and, last, `tiny-moe`:
 
 
 def filled(text):
-    """Fill the README with fresh blocks."""
+    """Return the README's text with fresh blocks of numbers."""
     made = iter((planned(), numbers()))
     return re.sub(f"(?s){BEGIN}.*?{END}", lambda _: BEGIN + next(made) + END, text)
 

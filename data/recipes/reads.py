@@ -3,9 +3,9 @@
     python data/recipes/reads.py OUT.json MODEL DEPTHS MEGABYTES ROUNDS
 
 DEPTHS are numbers of reads in flight, as in ``1,4,8``; MEGABYTES are read in each run. As in
-streaming, all parts of an expert are read, adjacent parts are one read, and a call reads eight
-experts. If fio is installed, fio reads with the same sizes and depth without a pause: each of its
-threads reads one block at a time, past the page cache. Blocks are rounded to pages.
+streaming, a call reads all parts of eight experts, adjacent parts in one read. If fio is installed,
+fio reads with the same sizes and depth without a pause: each of its threads reads one block at a
+time, past the page cache. Blocks are rounded to pages.
 """
 
 import json
@@ -65,7 +65,7 @@ def _read_experts(file, layers, depth, nbytes, order):
     one = max(sum(n for _, n in of) for of in layers)
     places = places[: max(A_CALL, nbytes // one)]
     memory = memory_for(layers, A_CALL)
-    memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # in memory before the clock starts
+    memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # maps pages before the clock starts
     reader = Reader(depth)
     try:
         reader.open(file)

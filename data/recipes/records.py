@@ -5,15 +5,15 @@
     python data/recipes/records.py cpu_ladder_35b    measures one record
     python data/recipes/records.py old               measures the old ones; go on after a stop
 
-A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted meanwhile. A
-record of MLX alone has ``engine: null``.
+A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted while it was
+measured. A record of MLX alone has ``engine: null``.
 
 The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
 command (``{out}`` is the file, other words in braces are checkpoints, made once under
 build/records). ``notebook`` measures the record in a cell: save it there with
-``records.save("build/records/NAME.json", table)``, then name the record here. A record without both
-was made by an earlier version. A new record is a file with these words, ``"settings": {}`` and
-``"rows": []``.
+``records.save("build/records/NAME.json", table)``, then name the record here. A record with
+neither was made by an earlier version. To add a record, write a file that has these words,
+``"settings": {}`` and ``"rows": []``.
 """
 
 import os
@@ -28,7 +28,7 @@ from moelab.lab import records
 from moelab.lab.machine import card, engine_of
 
 RESULTS, WORK = DATA / "results", DATA.parent / "build" / "records"
-WORDS = ("what", "part", "make", "notebook")  # of a header: a record that is made anew keeps them
+WORDS = ("what", "part", "make", "notebook")  # of a header; a new measurement keeps them
 CHECKPOINTS = {
     "tiny": "models/tiny-moe",
     "dflash": "models/tiny-dflash",
@@ -42,8 +42,8 @@ CHECKPOINTS = {
     "q35_routed_packed": "repack {q35_routed}",
     "q35_full_packed": "repack {q35_full}",
 }
-SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # tell rows of a round apart
-MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits")  # compared columns end like this
+SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # tell a round's rows apart
+MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits")  # columns with these endings are compared
 
 
 class Places(dict):
@@ -80,7 +80,7 @@ def measured(name, header):
 
 
 def changes(old, new):
-    """Write a line for each median whose intervals in two records lie apart, then their number."""
+    """Return a line for each median whose intervals lie apart in two records, then their number."""
     found, both, was = [], 0, groups(old)
     for key, samples in groups(new).items():
         if key in was:
@@ -92,7 +92,7 @@ def changes(old, new):
 
 
 def old(header):
-    """Return why a record is to be made anew, or nothing."""
+    """Return why a record is to be measured anew; empty if it is not."""
     engine, drift = engine_of(header.get("machine", {})), records.drift(header["rows"])
     told = [f"engine {engine}"] if engine < moelab.ENGINE else []
     return ", ".join([*told, f"drift {drift:.0%}"] if drift > records.DISTURBED else told)
@@ -112,7 +112,7 @@ def groups(samples):
 
 
 def main(*names):
-    """Measure parts or records; keep no disturbed run, and return 1 if there was one."""
+    """Measure parts or records; a disturbed run is not kept, and makes the exit status 1."""
     headers = {p.stem: read_json(p) for p in sorted(RESULTS.glob("*.json"))}
     parts = {}
     for name, header in headers.items():

@@ -1,4 +1,4 @@
-"""Does a streamed model leave the swap by itself while another program takes its memory?
+"""Does a streamed model leave the swap by itself while another program takes memory?
 
     python data/recipes/swap.py OUT.json MODEL LIMIT TAKEN SECONDS ROUNDS
 

@@ -41,7 +41,7 @@ RECURRENCE = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-FIELDS = {  # a GGUF file's fields: names in mlx-lm's config
+FIELDS = {  # names of a GGUF file's fields: names in mlx-lm's config
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",

@@ -1,13 +1,14 @@
-"""Compare the speed of checkouts of moelab, of models and of options, which run in turn.
+"""Compare the speed of several checkouts of moelab, models or options, which run in turn.
 
     python data/recipes/trees.py [--rounds 9] [--limit MB] [--first 8] [--warm 20] [--tokens 80]
         [--prompts [126,400]] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
-TREE is a checkout, as ``git worktree add --detach ../other COMMIT`` makes one; options are those of
-``StreamConfig``, ``policy=lru`` (``residency.table.EVICTION``), or ``limit=MB`` (0: none) in place
-of ``--limit``. A round runs all ways in random order, each in a new process. Under a limit (memory
-of the process and its page cache) the model's pages are dropped from the cache before each run.
-Prints medians and quartiles of each way's figures, and of these divided by the first way's.
+Each of the compared ways has a NAME. TREE is a checkout, as ``git worktree add --detach ../other
+COMMIT`` makes one; options are those of ``StreamConfig``, ``policy=lru``
+(``residency.table.EVICTION``), or ``limit=MB`` (0: none) in place of ``--limit``. A round runs all
+ways in random order, each in a new process. Under a limit (memory of the process and its page
+cache) the model's pages are dropped from the cache before each run. The command prints medians and
+quartiles of each way's figures, and of these divided by the first way's.
 
 A run reads a prompt, then a recorded text token by token. All ways do the same work, and must
 choose the same tokens. The first ``--warm`` tokens are not timed. The warm-up round records a trace

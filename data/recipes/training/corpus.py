@@ -1,4 +1,4 @@
-"""Make the text for the models in ``data/models``, of Python packages with permissive licences.
+"""Make the text for the models in ``data/models`` from Python packages with permissive licences.
 
     python data/recipes/training/corpus.py build/corpus/site build/corpus
 

@@ -12,7 +12,7 @@ def chunk_bwd_dqkwg(
     q, k, v, do, h, dh, w=None, g=None, g_gamma=None, dv=None, scale=None, state_v_first=False,
     cu_seqlens=None, chunk_size=64, chunk_indices=None,
 ):  # fmt: skip
-    """Gradients of q, k [B, T, Hk, Dk], of w [B, T, Hv, Dk] and of the cumulated log2 decay g.
+    """Return gradients of q, k [B, T, Hk, Dk], w [B, T, Hv, Dk] and the cumulated log2 decay g.
 
     v, do and dv are [B, T, Hv, Dv]; h and dh, the state before each chunk of C tokens and its
     gradient, [B, T / C, Hv, Dk, Dv]; g is [B, T, Hv], float32.

@@ -1,4 +1,4 @@
-"""Drafts for tiny-moe: tiny-dflash by blocks, tiny-draft by tokens, tiny-mtp from hidden states.
+"""Make tiny-moe's drafts: tiny-dflash (blocks), tiny-draft (tokens), tiny-mtp (a draft head).
 
 The README of ``data/models/tiny-dflash`` has the commands. The drafts learn what the 4-bit target
 itself writes. ``torch_drafts`` needs a CUDA GPU, PyTorch and fla-core, and neither MLX nor moelab;

@@ -25,7 +25,8 @@ from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, opened
 
 GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
 WARMUP = 50  # steps until the rate is at its highest
-# Tokens of a prompt and of a whole text, texts, texts in a step, anchors in a text, share of steps.
+# A bucket has tokens of a prompt, tokens of a whole text (prompt included), the number of texts,
+# texts in a step, anchors in a text, and the share of steps that take it.
 BUCKETS = [
     {"prompt": 64, "length": 384, "texts": 49152, "batch": 128, "anchors": 16, "share": 0.5},
     {"prompt": 448, "length": 768, "texts": 16384, "batch": 64, "anchors": 32, "share": 0.35},
@@ -140,7 +141,7 @@ class MTP(nn.Module):
         nn.init.eye_(self.fc.weight.data[:, len(self.fc.weight) :])
 
     def forward(self, x, hidden, chain=None):
-        """Hidden states [B, T, D] of embedded tokens x [B, T, D], and the balance loss.
+        """Return hidden states [B, T, D] of embedded tokens x [B, T, D], and the balance loss.
 
         ``hidden`` is the target's hidden state (after its norm) or the head's own, one position
         before x. ``chain`` has the keys and values of earlier drafts in a row.
@@ -209,10 +210,10 @@ def mtp_loss(head, read, last, some, goal, embedding, distil):
 
 
 def train(model, embedding, texts, buckets, steps, generator, names):
-    """Train drafts side by side on the same batches; returns their optimizers and the log.
+    """Train drafts side by side on the same batches; return their optimizers and the log.
 
     A rate is constant after the warm-up, then falls to zero over the last 60% of the steps.
-    ``texts`` are each bucket's. tiny-mtp's weights end on values that its 4-bit file can hold.
+    ``texts`` has an array for each bucket. tiny-mtp ends with weights that its 4-bit file can hold.
     """
     device, on_gpu = embedding.device, embedding.is_cuda
     blocks, distil = block_loss, distil_loss

@@ -47,7 +47,7 @@ class Conv1d(nn.Module):
 
 
 def delta_rule(q, k, v, g, beta):
-    """Gated delta rule over T: flash-linear-attention on a GPU, else transformers' reference.
+    """Apply the gated delta rule over T: by fla on a GPU, by transformers' reference elsewhere.
 
     Shapes: q, k [B, T, Hk, Dk], not yet normalized; v and the result [B, T, Hv, Dv]; log decay g
     (float32) and write strength beta [B, T, Hv].

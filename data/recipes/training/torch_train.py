@@ -31,7 +31,7 @@ BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence
 
 
 def quantize(w, bits):
-    """Quantize: integers [..., out, groups, group], scales and biases [..., out, groups].
+    """Return integers [..., out, groups, group], scales and biases [..., out, groups] of ``w``.
 
     Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before it rounds the weights, so
     that the integers fit the scale and bias that are stored.
@@ -172,7 +172,7 @@ class Optimizer:
 
 
 def batches(ids):
-    """Endless batches of windows [B, LENGTH + 1]; each pass cuts the text at another offset."""
+    """Yield batches of windows [B, LENGTH + 1] for ever; each pass cuts at another offset."""
     generator, span = torch.Generator().manual_seed(0), torch.arange(LENGTH + 1, device=ids.device)
     while True:
         offset = int(torch.randint(LENGTH, (1,), generator=generator))
