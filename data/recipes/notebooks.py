@@ -98,9 +98,7 @@ def main(*names):
     out.mkdir(parents=True, exist_ok=True)
     kaleido.start_sync_server(silence_warnings=True)
     try:
-        for source in sources:
-            if names and source.stem not in names:
-                continue
+        for source in (source for source in sources if not names or source.stem in names):
             text, failed = executed(source)
             if not failed:
                 new = out / f"{source.stem}.new"

@@ -102,28 +102,23 @@ def side(group):
 
 def why_not(row):
     """Say why a row does not count; empty if it does."""
-    held = row.held_gb == row.held_gb or row.slots == row.slots
+    stated = row.held_gb == row.held_gb or row.slots == row.slots
+    stated |= row.slots_or_cache == "page cache"
     in_memory = row.slots_or_cache == "all" or row.hit_rate == 1
     device = f"{row.machine} {row.method}"
-    if not row.draft.startswith("none"):
-        return "a draft"
-    if row.model not in MODELS:
-        return "the model's shapes are not known"
-    if any(word in device for word in OTHER_DEVICES):
-        return "not a Mac's GPU or a computer's CPU"
-    if any(word in f"{row.method} {row.note}" for word in OTHER_METHODS):
-        return "another method"
-    if row.context > MOST_CONTEXT:
-        return "a long context"
-    if row.verified == "not read again":
-        return "its source was not found again"
-    if not row.bits or not row.machine or row.ram_gb != row.ram_gb:
-        return "bits or machine not stated"
-    if not (held or in_memory or row.slots_or_cache == "page cache"):
-        return "memory for experts not stated"
-    if row.ssd_gb_s != row.ssd_gb_s and not in_memory:
-        return "the SSD's rate is not known"
-    return ""
+    about = f"{row.method} {row.note}"
+    reasons = {
+        "a draft": not row.draft.startswith("none"),
+        "the model's shapes are not known": row.model not in MODELS,
+        "not a Mac's GPU or a computer's CPU": any(word in device for word in OTHER_DEVICES),
+        "another method": any(word in about for word in OTHER_METHODS),
+        "a long context": row.context > MOST_CONTEXT,
+        "its source was not found again": row.verified == "not read again",
+        "bits or machine not stated": not row.bits or not row.machine or row.ram_gb != row.ram_gb,
+        "memory for experts not stated": not (stated or in_memory),
+        "the SSD's rate is not known": row.ssd_gb_s != row.ssd_gb_s and not in_memory,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def by_source(table):
@@ -185,18 +180,12 @@ def predict(row):
     slots, policy = (held, "lru") if held >= K else (K, "none")
     arrays = 0 if row.slots_or_cache == "page cache" else plan.other_nbytes + held * one
     costs = machine.costs(facts, arrays)
+    costs = costs.without_reads() if slots == E else costs
     # The stated number of slots is taken as it is; the page cache gets what memory is left.
     memory = max(machine.memory_nbytes, other + slots * one)
-    return replay(
-        typical_trace(facts, TOKENS),
-        memory,
-        slots,
-        policy,
-        expert_nbytes=facts.expert_nbytes,
-        costs=costs.without_reads() if slots == E else costs,
-        other_nbytes=other,
-        skip=TOKENS // 2,
-    )
+    sizes = {"expert_nbytes": facts.expert_nbytes, "other_nbytes": other}
+    trace = typical_trace(facts, TOKENS)
+    return replay(trace, memory, slots, policy, costs=costs, skip=TOKENS // 2, **sizes)
 
 
 def counted():

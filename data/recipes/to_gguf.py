@@ -61,7 +61,6 @@ FIELDS = {  # names of a GGUF file's fields: names in mlx-lm's config
     "ssm_group_count": "linear_num_key_heads",
     "ssm_time_step_rank": "linear_num_value_heads",
 }
-FLOAT = ("ffn_gate_inp",)  # llama.cpp has no quantized router
 
 
 def write(path, out):
@@ -156,7 +155,7 @@ def _tensors(path, config):
         layer, block = f"{PREFIX}layers.{i}.", f"blk.{i}."
         is_attention = (i + 1) % t["full_attention_interval"] == 0
         for name, path in (EVERY_LAYER | (ATTENTION if is_attention else RECURRENCE)).items():
-            made = get(layer + path, name in FLOAT)
+            made = get(layer + path, name == "ffn_gate_inp")  # llama.cpp's router is not quantized
             out[f"{block}{name}.weight"] = ordered.get(name, lambda a: a)(made)
         if not is_attention:
             own = f"{layer}linear_attn."
