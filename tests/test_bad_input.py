@@ -1,8 +1,8 @@
 """Everything that can go wrong gives one clear error, and the engine still works.
 
 An error says what is wrong and where, what was expected and found, and what to do. One test damages
-thousands of files (``helpers/fuzzing.py``): each gives the right text or one error of ours;
-none ends the process, makes the process hang or leaves files open. To try more files:
+thousands of files (``helpers/fuzzing.py``): each file gives the right text or one
+error of moelab; no file ends the process, lets it hang or stays open. To try more files:
 
     MOELAB_FUZZ=5000 python -m pytest tests/test_bad_input.py -k damaged_files
 """
@@ -75,7 +75,7 @@ def loaded(good):
 
 @pytest.fixture
 def failing_load(loaded, want):
-    """Load a bad model, and return the message. The model that was loaded before still answers."""
+    """A function that loads a bad model and returns the error; a good model still answers."""
 
     def fails(path, match, **config):
         before = num_open()
@@ -150,7 +150,7 @@ def strange(header):
 
 
 def set_config(path, **changes):
-    """Change values of a config.json (``a__b``: key b of a). The quantization has two keys."""
+    """Change values of a config.json (``a__b``: key b of a), the quantization under both names."""
     config = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
         *outer, key = key.split("__")
@@ -343,7 +343,7 @@ CHANGES = {
 def test_file_changed_while_streamed(mode, change, damaged, any_reads):
     with load_model(damaged, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
         generate(model)
-        time.sleep(0.02)  # a clock may be coarser than this test
+        time.sleep(0.02)  # else a coarse clock shows the same time
         for file in damaged.glob("*.safetensors"):
             CHANGES[change](file)
         said = "changed while it was streamed.* ctime.*Load the model again"

@@ -63,7 +63,7 @@ return labels.filter(label => !shown.includes(label.replaceAll('<br>', '')));
 
 
 def names(cell, *how):
-    """The global names that a cell reads or binds, by Python's instructions called ``how``."""
+    """The global names that a cell's bytecode instructions called ``how`` read or bind."""
     codes = [compile(cell.source, "cell", "exec")]
     for code in codes:
         codes += [const for const in code.co_consts if hasattr(const, "co_code")]
@@ -84,7 +84,7 @@ def of_the_sliders(notebook):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab over the cut notebooks, with a home of its own."""
+    """The address of a JupyterLab that has the cut notebooks and a home folder of its own."""
     if shutil.which("chromedriver") is None:
         pytest.skip("no chromedriver: `make browser` installs Chromium and its driver on Debian")
     folder = tmp_path_factory.mktemp("lab")
@@ -123,7 +123,7 @@ def browser(lab, tmp_path):
         options.binary_location = binary
     service = webdriver.ChromeService(shutil.which("chromedriver"))
     with webdriver.Chrome(options=options, service=service) as chrome:
-        # JupyterLab's current widget follows the focus, and a headless window may have none.
+        # JupyterLab's current widget follows the focus, and a headless window may have no focus.
         chrome.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
         yield chrome
         chrome.execute_script(f"{NOTEBOOK}?.sessionContext?.shutdown()")

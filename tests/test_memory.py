@@ -21,7 +21,7 @@ MB = 1 << 20
 
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
-    """Writes ``/proc/self/cgroup`` and the files of a group, as the kernel shows them."""
+    """A function that writes ``/proc/self/cgroup`` and files of groups as the kernel has them."""
     own = tmp_path / "own"
     monkeypatch.setattr(memory, "OWN_CGROUPS", own)
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
@@ -122,7 +122,7 @@ def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatc
     ],
 )
 def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):
-    """No more texts are begun than fit; a short text counts as half of a whole one."""
+    """A server begins no more texts than fit; a short text counts as half a long one."""
     served = stopped("--memory-nbytes", *options)
     texts = [served.context] * 40
     fit = max(n for n in range(41) if served.fits(texts[:n]))

@@ -1,4 +1,4 @@
-"""What is asked of the operating system. For macOS, a C library stands in for macOS's own."""
+"""What moelab asks of the operating system. A C library stands in for macOS."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ def test_one_module_knows_how_systems_differ():
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """The library, compiled."""
+    """The C library that stands in for macOS, compiled."""
     if (cc := shutil.which("cc")) is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler")
     made = tmp_path_factory.mktemp("darwin") / "darwin.so"
@@ -46,7 +46,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def mac(library, tmp_path, monkeypatch):
-    """``system.Mac`` over the library; ``set`` sets one of the library's numbers."""
+    """``system.Mac`` that calls this library; ``set`` changes a number that the library tells."""
     monkeypatch.setenv("DARWIN_LOG", str(tmp_path / "log"))
     mac = system.Mac()
     mac.libc = ctypes.CDLL(str(library), use_errno=True)
@@ -198,7 +198,7 @@ def test_a_spawned_child_asks_no_stream_of_another_threads_gpu(monkeypatch):
 
 
 def test_where_nothing_is_read_past_the_page_cache(monkeypatch):
-    """As on macOS: no code is compiled for such reads, and ``reads="direct"`` is as ``cached``."""
+    """As on macOS, no code is compiled for such reads, and ``direct`` reads as ``cached`` does."""
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     monkeypatch.setattr(flight, "built", lambda *_: pytest.fail("compiled"))
     model, _ = load(TINY, StreamConfig(slots=8, reads="direct"))

@@ -1,4 +1,4 @@
-"""A ``Served`` without a model, for dialects; strict checks with the types of official clients."""
+"""A ``Served`` that has no model, and strict checks by the types of official clients."""
 
 from argparse import Namespace
 from functools import cache
@@ -20,7 +20,7 @@ ARGS |= {"min_p": 0.0, "num_draft_tokens": "auto", "chat_template_args": {}}
 
 
 def fake_served(**args):
-    """The model tiny-moe, with these arguments on the command line."""
+    """The ``Served`` of tiny-moe that ``serve`` makes of these command-line arguments."""
     return Served("tiny-moe", Namespace(**ARGS | args), TOKENIZER, size=8192, positions=10**6)
 
 

@@ -14,7 +14,7 @@ from moelab.commands.server import http
 
 MODEL = DATA / "models/tiny-moe"
 SLOTS = ("--slots", "16")
-SERVERS = {  # how the model is served
+SERVERS = {  # options of ``serve``
     "resident": ("--mode", "resident"),
     "streamed": SLOTS,
     "lookup": (*SLOTS, "--draft", "lookup", "--num-draft-tokens", "4"),
@@ -41,12 +41,12 @@ def user(content):
 
 
 def complete(client, prompt=PROMPTS[0], **fields):
-    """What a server says after a prompt."""
+    """What a server answers to a prompt."""
     return client.completions.create(prompt=prompt, **USUAL | fields)
 
 
 def chat(client, *messages, **fields):
-    """What a server says after messages."""
+    """What a server answers to messages."""
     messages = messages or (user(PROMPTS[0]),)
     return client.chat.completions.create(messages=messages, **USUAL | fields)
 
@@ -81,7 +81,7 @@ def listening(app, engine):
 
 
 def started(*options, model=MODEL):
-    """The application and the engine that the command made."""
+    """The application and the engine that ``serve`` makes; no socket takes requests yet."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(http.Server, "answer", lambda self: made.append(self))

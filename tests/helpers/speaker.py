@@ -15,7 +15,7 @@ USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 ALL = f"<think>Hm</think>\n\nA{CALL}\n{CALL}<think>I</think>B"
-SAID = {  # what a model says and how it ends; the answer's items, thoughts with a *
+SAID = {  # what a model says and how it ends; the items of the answer, where * marks a thought
     "text": (["Hello"], ["Hello"]),
     "nothing": ([""], []),
     "a cut thought": (["<think>Hm", "length"], ["*Hm"]),
@@ -68,6 +68,6 @@ class Speaker:
 
 @contextmanager
 def speaking(engine):
-    """The address of a server with this engine, which speaks all dialects."""
+    """The address of a server that has this engine and speaks all dialects."""
     with listening(http.app(engine, caller()), engine) as url:
         yield url

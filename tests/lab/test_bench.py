@@ -208,7 +208,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
 
 
 def test_costs_follow_from_the_samples():
-    """Samples of known costs hide half or a quarter of the shorter of reads and arithmetic."""
+    """The samples hide half of the shorter of reads and arithmetic; of direct reads a quarter."""
     L, K, nbytes, hit_s = 2, 4, 10, 0.01
     own = {"fixed_s": 7e-3, "held_fixed_s": 6e-3, "expert_s": 1e-4, "prompt_token_s": 1e-3}
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}

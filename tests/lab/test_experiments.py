@@ -192,7 +192,7 @@ def test_windows_hold_every_byte_once(model, length):
 
 
 def test_bits_are_those_of_the_definition(model):
-    """Each token's surprise given the window's earlier tokens, whatever the padding and batch."""
+    """A token's bits are its surprise after the earlier tokens, at any padding and batch."""
     net, tok = model
     some = quality.windows(tok, TEXTS, 16, count=5)
     bits = []

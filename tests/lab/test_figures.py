@@ -1,4 +1,4 @@
-"""Figures: charts of a table, sliders without a browser, and the pages that make run writes."""
+"""Figures: charts of a table, sliders without a browser, and the pages of ``make run``."""
 
 import base64
 import html
@@ -155,7 +155,7 @@ show(draw())
 explore(draw, k=slider("k", 2, 3, 2))
 """
 DRAWING = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
-# What cells write to stderr, and how often the page has it: in the code, and again if it is shown.
+# What cells write to stderr, and how often the page has it: in the code, and again if shown.
 STDERR = {
     "bench: 100%|██████| 3/3 [01:02<00:00,  2.1 s/run] load: 7file [00:01, 5.6file/s]": 1,
     "  0%|          | 0/3 [00:00<?, ?run/s]out of memory": 2,

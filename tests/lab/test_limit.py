@@ -1,4 +1,4 @@
-"""This machine: what check finds, what the page cache holds, and limits of memory that are real."""
+"""What ``check`` finds on this machine, what the page cache holds, and limits of memory."""
 
 import os
 import subprocess

@@ -23,7 +23,7 @@ TINY = moelab.DATA / "models" / "tiny-moe"
 # In these tests a GPU's models are float32, with scales that take more memory than a user's.
 on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="needs a user's plans")
 
-# Published parameters, in billions. An n-gram table of 51 at 5 bits takes as much as 57 at 4.5.
+# Published parameters, in billions. An n-gram table of 51 at 5 bits counts as 57 at 4.5 bits.
 PUBLISHED_B = {
     "qwen3.5-35b-a3b": 34.7, "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397,
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 117,

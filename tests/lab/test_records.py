@@ -1,4 +1,4 @@
-"""Records: tables, intervals, what is no record, what measures them; verdicts by one rule."""
+"""Records: tables, intervals, runs that are refused, recipes, and verdicts on claims."""
 
 import json
 import math

@@ -31,7 +31,7 @@ def test_lru_hit_rate(small):
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
 @pytest.mark.parametrize("m", (1, 3, 39))
 def test_missing(small, m, slots):
-    """Against lists: a window's experts, less the last ``slots`` different ones used before it."""
+    """Lists give the same: a window's experts less the last ``slots`` experts used before it."""
     T, L, _ = small.experts.shape
     want = np.zeros((T - m + 1, L))
     for layer in range(L):

@@ -1,4 +1,4 @@
-"""How long a token takes by a machine's rates, which setting is best, reads that ranks divide."""
+"""A token's time by a machine's rates, the best setting, and the reads of several ranks."""
 
 from dataclasses import replace
 
@@ -178,7 +178,7 @@ def test_any_rank_may_read():
 
 
 def test_a_token_on_machines():
-    """By hand: 10 reads of 1 MB at 100 MB/s; two layers of one message of 1 ms and 3 rows."""
+    """By hand: 10 reads of 1 MB at 100 MB/s, and in 2 layers a message of 1 ms and 3 rows."""
     machines = ranks.Machines(2, 100e6, 1e6, 1e-3, 0.05)
     parts = machines.parts(10, 1_000_000, 2, 3, 1000)
     assert parts == pytest.approx({"reads": 0.1, "arithmetic": 0.05, "exchange": 2 * 0.004})

@@ -1,4 +1,4 @@
-"""What coding agents speak: OpenAI's responses and Anthropic's messages, by their clients."""
+"""OpenAI's responses and Anthropic's messages, asked for by the official clients."""
 
 import json
 import threading
@@ -230,7 +230,7 @@ def test_one_call_if_that_is_asked(dialect, fields, speak):
 
 @both
 def test_errors(dialect, speak):
-    """The client says what is wrong, also in a stream, whose last event Codex reads."""
+    """The client says what is wrong, also amid a stream; Codex reads the stream's last event."""
     client = dialect(speak("Hello", OSError(5, "the disk", "x")))
     with pytest.raises(client.library.BadRequestError, match="top_k: ") as refused:
         client.asks.create(**client.usual, extra_body={"top_k": -1})

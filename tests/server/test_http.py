@@ -53,7 +53,7 @@ SLOW += "{% endfor %}" * 2 + "{% endif %}x"  # a template that does not end
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A client of a fake engine (its ``engine``). Web pages of one origin may ask, too."""
+    """A client of a server with a fake ``engine``. Web pages of one origin may ask, too."""
     engine, served = Speaker(pause_s=0.01), fake_served()
     served.tokenizer = wrapped(SLOW)
     monkeypatch.setattr(http, "DIALECTS", [replace(COMPLETIONS, kind=Slow), CHAT])

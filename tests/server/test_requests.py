@@ -123,7 +123,7 @@ LAST |= {"tool_choice": [{"type": "tool", "name": "web_search"}]}
 LAST |= {"messages": [[], *([user([block])] for block in BLOCKS)], "system": [[PICTURE], 5]}
 LAST |= {"output_config": [FORMAT], "tools": [[{"name": "f"}]], "stop_sequences": [[5]]}
 LAST |= {"text": [{"effort": "low"}], "stop": ["x"]}
-BAD = {  # by dialect: values that a field does not have, or that ask for what is not served
+BAD = {  # by dialect: values that a field does not take, or that ask for what is not served
     COMPLETIONS: {
         "prompt": [5, None, [], "", [""], [[]], [1, True], [-1], [8192]],
         "max_tokens": [-1, 1.5, True, HUGE, 2**31],
