@@ -59,7 +59,7 @@ SLOW = {
     "::test_threads_in_turn_and_at_once": "small reads-.*-mlx|reader threads-fused-mlx",
     # One setting of each way to read stays.
     "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}|slots-.*router",
-    # Each draft stays: one resident with MLX's kernels, which take 5 times as long, one streamed.
+    # Both drafts stay, with a streamed model and with a resident one (5 times as slow).
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
     "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
@@ -79,7 +79,7 @@ SLOW = {
 
 
 def pytest_configure(config):
-    """Handle Ctrl-C, which Python and the programs that it starts ignore in the background.
+    """Handle Ctrl-C, which a process that a shell starts in the background ignores.
 
     On a GPU, compute with the precision of a CPU.
     """
@@ -143,7 +143,7 @@ def in_time():
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A function that runs a command: it returns status, stdout, stderr's last line and stderr."""
+    """A function that runs a command: it returns status, stdout, stderr's last line and both."""
 
     def run(*argv, stdin=None):
         if stdin is not None:

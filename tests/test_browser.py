@@ -71,7 +71,7 @@ def names(cell, *how):
 
 
 def of_the_sliders(notebook):
-    """Leave of a notebook the cell with its sliders, and the cells which that cell needs."""
+    """Cut a notebook down to the cell with its sliders and the cells that this cell needs."""
     code = [c for c in notebook.cells if c.cell_type == "code"]
     last = next(i for i, c in enumerate(code) if "explore(" in c.source)
     kept, needed = [code[last]], names(code[last], *READS)

@@ -522,6 +522,6 @@ def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
     ):
         assert main(argv) == 0, capsys.readouterr()
     out, err = capsys.readouterr()
-    assert "%|" not in err  # no bar where stderr is no terminal
+    assert "%|" not in err  # no progress bar: stderr is no terminal
     texts = [text.partition("[")[0] for text in out.rsplit("def", 2)[1:]]
     assert len({*texts}) == 1, texts

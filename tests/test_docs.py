@@ -30,7 +30,7 @@ SCORECARD = ROOT / "docs/scorecard.md"
 DOCUMENTS = (README, GUIDE, DROPPED, SCORECARD, *NOTEBOOKS)
 BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` writes
 
-# Code, how long a notebook takes, what its sliders may be set to, names, versions, settings.
+# Numbers may stand in code, a notebook's time, settings of its sliders, names and versions.
 NO_PROSE = (
     r"```.*?```|^    [^\n]*|`[^`]*`|\*\*(?:Takes|Try)\*\*[^\n]*(?:\n[^\n]+)*"
     r"|[A-Za-z]\w*-\d+\.\d+|\b(?:Python|glibc|version|temperature|probability) [\d.]+|95% interval"
@@ -95,7 +95,7 @@ def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
 def test_commands_of_the_set_up(path):
-    """Both documents name the systems that pip and MLX need, ``make test``, and targets of make."""
+    """Both documents name the systems that pip and MLX need. Each target that they name exists."""
     text = path.read_text()
     for asked in ("Python 3.11 or newer", "glibc 2.35", "macOS 14 or newer on Apple silicon"):
         assert asked in text

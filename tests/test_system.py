@@ -46,7 +46,7 @@ def library(tmp_path_factory):
 
 @pytest.fixture
 def mac(library, tmp_path, monkeypatch):
-    """``system.Mac`` that calls this library; ``set`` changes a number that the library tells."""
+    """A ``system.Mac`` that calls ``library``; ``set`` changes a number that the library has."""
     monkeypatch.setenv("DARWIN_LOG", str(tmp_path / "log"))
     mac = system.Mac()
     mac.libc = ctypes.CDLL(str(library), use_errno=True)
@@ -68,7 +68,7 @@ def test_a_macs_pages_are_dropped(mac, tmp_path):
 
 
 def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch):
-    """At a normal level a Mac does not swap, whatever was compressed; ``check`` says so, too."""
+    """Under normal pressure a Mac does not swap, whatever was compressed; ``check`` agrees."""
     monkeypatch.setattr(check, "memory_available", lambda: 10**9)
     monkeypatch.setattr(check, "card", machine.card.__wrapped__)
     for level, swaps in ((1, False), (2, True), (4, True)):
@@ -160,7 +160,7 @@ def test_a_thread_is_alive_until_it_has_ended(side, request, in_time):
     assert side.is_alive(thread.native_id)
     goes.set()
     thread.join()
-    while side.is_alive(thread.native_id):  # after its Python code
+    while side.is_alive(thread.native_id):  # a moment longer than its Python code
         pass
 
 

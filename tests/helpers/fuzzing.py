@@ -265,7 +265,7 @@ def is_closed(before):
 
 
 def run(number, bases):
-    """One case: (kind, what was damaged and how, outcome, message)."""
+    """Run a case; return its kind, what was damaged and how, the outcome and the message."""
     rng = random.Random(number)
     kind = rng.choice(list(KINDS))
     folders, files, damage, attempt = KINDS[kind]

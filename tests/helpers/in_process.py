@@ -32,7 +32,7 @@ PROMPTS = [
     "if __name__ ==",
 ]
 USUAL = {"model": "default_model", "max_tokens": 16}
-# Runs a test with two servers (fixture ``served``) in turn: one in batches, one with a draft.
+# Runs a test with two servers (fixture ``served``) in turn: one writes in batches, one has a draft.
 two_servers = pytest.mark.parametrize("served", ["streamed", "tiny-draft"], indirect=True)
 
 

@@ -72,7 +72,7 @@ def test_the_clock_starts_after_the_draft_is_ready(streamed):
 
 
 def test_rounds_on_a_gpu_accept_as_many_drafts_resident_as_streamed():
-    """Streaming changes no text: only rounding makes it differ from the text without drafts."""
+    """Streaming changes no text. Only rounding makes a text differ from the one without drafts."""
     made = records.read("cuda_drafts_dflash").query("num_drafts in ('1', '3', '7', '15')")
     for _, rounds in made.groupby(["num_drafts", "round"]):
         assert len(rounds) == 3 and rounds.committed.map(tuple).nunique() == 1
@@ -208,7 +208,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
 
 
 def test_costs_follow_from_the_samples():
-    """The samples hide half of the shorter of reads and arithmetic; of direct reads a quarter."""
+    """Overlap hides half of the shorter of reads and arithmetic, with direct reads a quarter."""
     L, K, nbytes, hit_s = 2, 4, 10, 0.01
     own = {"fixed_s": 7e-3, "held_fixed_s": 6e-3, "expert_s": 1e-4, "prompt_token_s": 1e-3}
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}

@@ -138,7 +138,7 @@ def test_peers_read_the_text_of_the_bench_and_say_its_tokens():
 
 
 def test_a_plan_takes_a_setting_that_does_not_swap():
-    """Two Macs of 16 GB and an Air, where too many slots took 4 to 12 times as long."""
+    """On two Macs of 16 GB and an Air a token took 4 to 12 times as long with too many slots."""
     found = published.settings(("qwisp", "Godwit"))
     assert found[found.planned].best_over.max() < 1.15 and found.best_over.max() > 10
 
@@ -180,11 +180,11 @@ def model(model_path):
 
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_windows_hold_every_byte_once(model, length):
-    """Windows of any length, also where a character is cut into several tokens."""
+    """Windows of any length do, also where several tokens make a character."""
     some = quality.windows(model[1], TEXTS, length)
     assert some.nbytes.sum() == sum(len(t.encode()) for t in TEXTS)
     assert some.counts.max() <= length and some.ids.shape[1] == length + 1
-    # the predicted tokens of all windows of a file, in a row, are the file
+    # the predicted tokens of a file's windows, one after another, are the file
     ids = [i for row, n in zip(some.ids, some.counts) for i in row[1 : n + 1]]
     assert model[1].decode(ids) == "".join(TEXTS)
     few = quality.windows(model[1], TEXTS, length, count=3)

@@ -68,11 +68,11 @@ def test_a_macs_gigabytes_are_gibibytes(is_mac, gigabyte, monkeypatch):
 def test_a_draft_saves_waits_and_arithmetic_and_reads_more():
     found = plan.forecast("gpt-oss-120b", Machine.mac(32e9, 6e9, 150e9))
     alone, right, wrong = found.parts_s, found.with_drafts(3, 1.0), found.with_drafts(3, 0.0)
-    # All right: a token reads as much as without drafts, and takes a fourth of a pass.
+    # All drafts are right: a token reads as much as without drafts, and takes a fourth of a pass.
     assert right["SSD"] == pytest.approx(alone["SSD"])
     assert right["layer overhead"] == pytest.approx(alone["layer overhead"] / 4)
     assert alone["arithmetic"] / 4 < right["arithmetic"] < alone["arithmetic"]
-    # All wrong: a pass gives one token and reads the experts of the drafts for nothing.
+    # All drafts are wrong: a pass gives one token and reads the drafts' experts for nothing.
     assert wrong["SSD"] > alone["SSD"]
     assert sum(right.values()) < sum(alone.values()) < sum(wrong.values())
 

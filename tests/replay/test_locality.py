@@ -121,7 +121,7 @@ def test_four_times_the_experts_have_the_hit_rate_of_the_trace(name):
 
 
 def test_without_room_for_variants_a_token_takes_its_most_frequent_experts():
-    """Tokens outside the trace share kinds (sets of experts), with experts about as popular."""
+    """Tokens outside the trace share sets of experts (kinds), which are about as popular."""
     trace = recorded_trace("code")
     routing = by_token.fit(trace, 8, 64, 8, 8192, 1024)
     token = np.bincount(trace.tokens).argmax()

@@ -148,7 +148,7 @@ def test_one_rank_reads_what_the_replay_of_a_policy_misses():
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_expert_is_read_by_its_rank(n):
-    """With a slot for every expert each is read once, by its owner."""
+    """With a slot for every expert, the owner of an expert reads it once."""
     owners = by_number(L, E, n)
     found = ranks.reads(CODE.experts, owners, E, n).sum(0)
     for layer in range(L):
@@ -162,7 +162,7 @@ def test_shared_experts_are_not_read_and_take_slots():
     hot = [[e for e in range(E) if e not in (0, 1)]] * L
     experts = CODE.experts % 4
     needed = np.sort(experts, -1)
-    needed = np.where(np.diff(needed, prepend=99) == 0, 2, needed)  # 2 is on all ranks
+    needed = np.where(np.diff(needed, prepend=99) == 0, 2, needed)  # expert 2 is on all ranks
     found = ranks.reads(needed, owners, E, 2, hot)
     assert found.sum(0).max() <= 1 and found.sum() > 0
 

@@ -97,7 +97,7 @@ MB = 1_000_000
 
 
 def reference(units, capacity, ratio):
-    """Linux's two lists of pages, in plain Python: newest first, and one set of flags."""
+    """Linux's two lists of pages in plain Python, newest first, with one set of flags."""
     inactive, active, referenced, shadow, age, found = [], [], set(), {}, 0, []
     for u in units:
         found.append(u in inactive or u in active)
