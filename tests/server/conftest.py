@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from functools import cache, partial
+from functools import cache
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -29,8 +29,13 @@ def mlx():
     """Writes mlx-lm's continuation of a prompt, by a resident model and mlx-lm's own kernels."""
     model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # TOKENIZER keeps first spaces
     model.set_dtype(mx.float32)
-    write = partial(mlx_lm.generate, model, tokenizer, max_tokens=16)
 
+    @cache
+    def write(prompt, max_tokens=16, **options):
+        prompt = prompt if isinstance(prompt, str) else [*prompt]
+        return mlx_lm.generate(model, tokenizer, prompt, max_tokens=max_tokens, **options)
+
+    @cache
     def scores(tokens):
         """Log probabilities [T - 1, V] of what follows each token."""
         return nn.log_softmax(model(mx.array([tokens]))[0, :-1], axis=-1)

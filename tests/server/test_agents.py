@@ -243,7 +243,7 @@ def test_errors(dialect, speak):
 @pytest.mark.parametrize("served", ["streamed"], indirect=True)
 def test_the_stop_string_that_ended_a_text_is_named(served, mlx):
     messages = [user(speaker.PROMPT)]
-    text = mlx.write(mlx.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    text = mlx.write((*mlx.tokenizer.apply_chat_template(messages, add_generation_prompt=True),))
     body = {"messages": messages, "max_tokens": 16, "stop_sequences": [text[12:14], text[5:8]]}
     status, answer = served.post("/messages", body)
     assert (status, answer["stop_reason"]) == (200, "stop_sequence")

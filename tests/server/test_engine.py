@@ -11,19 +11,8 @@ from queue import SimpleQueue
 import mlx.core as mx
 import pytest
 from common import FAST
-from fake_served import TOKENIZER
-from in_process import (
-    MODEL,
-    PROMPTS,
-    SERVERS,
-    SLOTS,
-    chat,
-    complete,
-    serving,
-    started,
-    two_servers,
-    user,
-)
+from fake_served import MODEL, TOKENIZER
+from in_process import PROMPTS, SERVERS, SLOTS, chat, complete, serving, started, two_servers, user
 from mlx_lm.sample_utils import make_sampler
 
 from moelab.commands.server.ask import Ask
@@ -92,7 +81,7 @@ def test_what_was_read_before_is_not_read_again(client, mlx):
         assert length <= cached(first) < cached(again) == again.usage.prompt_tokens - 1
         answers = {answer.choices[0].message.content for answer in (first, again)}
         prompt = mlx.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        assert answers == {mlx.write(prompt)}
+        assert answers == {mlx.write((*prompt,))}
         messages.append({"role": "assistant", "content": answers.pop()})
         length = len(prompt) - 1
     other = user("def empty(jobs):\n")
@@ -168,7 +157,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
             if slow.done():
                 break
         assert slow.done()
-    assert written["long"] == mlx.write(long)
+    assert written["long"] == mlx.write((*long,))
 
 
 def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):

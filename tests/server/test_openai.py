@@ -128,7 +128,7 @@ def test_log_probabilities_of_what_was_chosen(client, mlx, of, fields):
     text = b"".join(bytes(score.bytes) for score in scores).decode()
     assert answer.message.content == text and ("seed" in fields or text.startswith(" "))
     (*ids,) = (token for score in scores for token in encode(score.token))
-    rows = mlx.scores(encode(PROMPTS[3]) + ids)[-len(ids) :]
+    rows = mlx.scores((*encode(PROMPTS[3]), *ids))[-len(ids) :]
     for score, row, id in zip(scores, rows, ids, strict=True):
         best = mx.sort(row)[-20:][::-1].tolist()
         assert math.isclose(score.logprob, row[id].item(), abs_tol=1e-3)
@@ -176,7 +176,7 @@ def test_log_likelihoods(name, mlx):
     seen = set()
     for (context, _), text, tokens, *choices in zip(PAIRS, texts, ids, *ways, strict=True):
         size = len(encode(context))
-        logprobs, follow = mlx.scores(tokens)[size - 1 :], mx.array(tokens[size:])
+        logprobs, follow = mlx.scores((*tokens,))[size - 1 :], mx.array(tokens[size:])
         total = mx.take_along_axis(logprobs, follow[:, None], axis=-1).sum().item()
         greedy = mx.all(logprobs.argmax(-1) == follow).item()
         seen.add(greedy)
