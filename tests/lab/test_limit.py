@@ -111,8 +111,8 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
 def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, tmp_path):
     """The file compares streamed with resident texts, or all with half of the slots that fit."""
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (memory, 0))
-    monkeypatch.setattr(check, "TOKENS", 4)
-    monkeypatch.setattr(check, "WARMUP", 2)
+    for name, few in {"PROMPT": 40, "TOKENS": 4, "WARMUP": 2}.items():
+        monkeypatch.setattr(check, name, few)
     S, ways = plan(TINY, StreamConfig(lazy_logits=True)).slots, ["fused/slots=32", "resident"]
     if memory < 10**9:
         assert 16 < S < 64
