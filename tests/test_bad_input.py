@@ -109,10 +109,10 @@ assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == hard
 """
 
 
-@pytest.mark.parametrize(
-    "soft, hard, said",
-    [(64, 1024, ""), (256, "$(ulimit -Hn)", ""), (64, 64, "least 7. open")],
-)
+LIMITS = [(64, 1024, ""), (256, "$(ulimit -Hn)", ""), (64, 64, "least 7. open")]
+
+
+@pytest.mark.parametrize("soft, hard, said", LIMITS)
 def test_limits_of_open_files(soft, hard, said, good):
     limited = f'ulimit -Sn {soft}; ulimit -Hn {hard}; exec "$@"'
     command = ["sh", "-c", limited, "sh", sys.executable, "-c", LOADS, good]
@@ -143,7 +143,7 @@ def wide(header):
     header["empty"] = {"dtype": "U8", "shape": [0, 2**31], "data_offsets": [0, 0]}
 
 
-def strange(header):
+def f8(header):
     tensor = next(t for name, t in header.items() if "switch_mlp" in name)
     first, last = tensor["data_offsets"]
     tensor.update(dtype="F8_E5M2", shape=[last - first])
@@ -173,10 +173,7 @@ BAD_FOLDERS = {  # damage to a valid folder, and the words of the error
     "a tensor twice": (twice, "each tensor once.*Remove"),
     "no family": (partial(set_config, model_type="no_such_model"), "no_such_model"),
     "no dimension of MLX's": (lambda path: edit_header(shard(path), wide), "tensor empty has the"),
-    "no type of MLX's": (
-        lambda path: edit_header(shard(path), strange),
-        "F8_E5M2, which MLX.*made for",
-    ),
+    "no type of MLX's": (lambda path: edit_header(shard(path), f8), "F8_E5M2, which MLX.*made for"),
     "no JSON of hf": (lambda path: (path / "hf_quant_config.json").write_text("{"), "not JSON"),
     **{
         name: (

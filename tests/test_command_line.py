@@ -478,9 +478,8 @@ def test_ctrl_c_leaves_nothing(command, model_path, tmp_path):
     """Ctrl-C counts in a destructor, too, where Python loses it. A child would keep a pipe open."""
     cut, said = CUTS[command]
     script = CTRL_C.format(cut, command.replace("M", str(model_path)))
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=600
-    )
+    pipes = {"capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, **pipes)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (130, f"interrupted{said}"), done
     assert not [*tmp_path.iterdir()]
 

@@ -127,6 +127,5 @@ def test_the_caches_of_texts_written_at_once_are_planned(options, whole, most):
     texts = [served.context] * 40
     fit = max(n for n in range(41) if served.fits(texts[:n]))
     assert fit in whole and served.most_texts == (most or min(32, 2 * fit))
-    assert served.fits([1] * min(40, 2 * fit)) and (
-        fit == 40 or not served.fits([1] * (2 * fit + 1))
-    )
+    assert served.fits([1] * min(40, 2 * fit))
+    assert fit == 40 or not served.fits([1] * (2 * fit + 1))

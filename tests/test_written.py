@@ -137,12 +137,8 @@ def test_bad_input(moe, packed, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-STEPS = (
-    "moelab.repack._Layer.write",
-    "moelab.repack._compare",
-    "moelab.checkpoint.files._to_disk",
-    "os.rename",
-)
+STEPS = ("repack._Layer.write", "repack._compare", "checkpoint.files._to_disk")
+STEPS = (*(f"moelab.{step}" for step in STEPS), "os.rename")
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -1,16 +1,12 @@
 """One conversation as Codex and as Claude Code send it, and the chat that both mean."""
 
 HI, TOOL = {"text": "Hi"}, {"name": "f", "description": "Do"}
+DOES = TOOL | {"parameters": {"type": "object"}}
 SAME = {"model": "default_model", "temperature": 0.5, "top_p": 0.9, "stream": True}
 
-
-FUNCTION = {"name": "f", "arguments": {"a": 1}}
-NAMES = {"c1": "f", "c2": "m__f", "c3": "patch"}
-CALLS = [
-    {"id": i, "type": "function", "function": FUNCTION | {"name": name}}
-    for i, name in NAMES.items()
-]
-CALLS[2]["function"]["arguments"] = {"input": "x"}
+CALLED = {"c1": ("f", {"a": 1}), "c2": ("m__f", {"a": 1}), "c3": ("patch", {"input": "x"})}
+CALLED = {i: {"name": name, "arguments": given} for i, (name, given) in CALLED.items()}
+CALLS = [{"id": i, "type": "function", "function": called} for i, called in CALLED.items()]
 CHAT = SAME | {
     "messages": [
         {"role": "system", "content": "A\n\nB"},
@@ -20,10 +16,7 @@ CHAT = SAME | {
         {"role": "tool", "tool_call_id": "c2", "content": "Hi(an image was left out)"},
         {"role": "user", "content": "Hi\n\nC"},
     ],
-    "tools": [
-        {"type": "function", "function": TOOL | {"name": name, "parameters": {"type": "object"}}}
-        for name in ("f", "m__f")
-    ],
+    "tools": [{"type": "function", "function": DOES | {"name": name}} for name in ("f", "m__f")],
     "max_tokens": 5,
     "reasoning_effort": "high",
 }
@@ -54,7 +47,7 @@ CODEX = SAME | {
     "max_output_tokens": 5,
     "tool_choice": "auto",
     "tools": [
-        *(GIVEN := [TOOL | {"type": "function", "parameters": {"type": "object"}}]),
+        *(GIVEN := [DOES | {"type": "function"}]),
         {"type": "namespace", "name": "m", "description": "Do", "tools": GIVEN},
         {"type": "web_search", "external_web_access": False},
         {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
@@ -80,6 +73,7 @@ USE = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "1", "is_error": True}
 OWN = TOOL | {"input_schema": {"type": "object"}, "strict": True} | CACHED
 PICTURE = {"type": "image", "source": {"type": "base64", "data": "AA"}}
+SHOWN = RESULT | {"tool_use_id": "c2", "content": [TEXT, PICTURE]}
 CLAUDE_CODE = SAME | {
     "system": [BILLING, TEXT | {"text": "A"}, TEXT | {"text": "B"}],
     "messages": [
@@ -95,10 +89,7 @@ CLAUDE_CODE = SAME | {
                 USE | {"id": "c3", "name": "patch", "input": {"input": "x"}},
             ],
         },
-        {
-            "role": "user",
-            "content": [RESULT, RESULT | {"tool_use_id": "c2", "content": [TEXT, PICTURE]}, TEXT],
-        },
+        {"role": "user", "content": [RESULT, SHOWN, TEXT]},
         {"role": "system", "content": "C"},
     ],
     "max_tokens": 5,

@@ -212,28 +212,23 @@ def write_bases(path):
         families.write_checkpoint(name, path / name, "sharded" if name == CONFIGS[0] else "affine4")
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(moelab.DATA / "models" / "tiny-moe" / file, path / name)
-        (path / name / "generation_config.json").write_text(
-            '{"eos_token_id": [3, 4], "temperature": 0.6}'
-        )
+        settings = '{"eos_token_id": [3, 4], "temperature": 0.6}'
+        (path / name / "generation_config.json").write_text(settings)
     packed = repack(path / CONFIGS[0], path / "packed", progress=False)
     shutil.copytree(packed, path / "unsigned")  # without checksums, as version 0.1 wrote it
     for file in (path / "unsigned").glob("experts-*"):
         edit_header(file, lambda header: header["__metadata__"].pop("crc32"))
-    write_draft(
-        path / "draft", hidden_size=families.D, num_target_layers=6, vocab_size=families.VOCAB
-    )
+    sizes = {"hidden_size": families.D, "num_target_layers": 6, "vocab_size": families.VOCAB}
+    write_draft(path / "draft", **sizes)
     shutil.copytree(moelab.DATA / "models" / "tiny-mtp", path / "tiny-mtp")
     lora = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
     plain = families.load_resident(path / CONFIGS[0])
     linear_to_lora_layers(plain, 2, lora)
-    named = tree_flatten(plain.parameters())
-    (path / "adapters").mkdir()
-    mx.save_safetensors(
-        str(path / "adapters" / "adapters.safetensors"),
-        {name: p + 0.02 for name, p in named if ".lora_" in name},
-    )
+    added = {name: p + 0.02 for name, p in tree_flatten(plain.parameters()) if ".lora_" in name}
+    (adapters := path / "adapters").mkdir()
+    mx.save_safetensors(str(adapters / "adapters.safetensors"), added)
     settings = json.dumps({"num_layers": 2, "lora_parameters": lora})
-    (path / "adapters" / "adapter_config.json").write_text(settings)
+    (adapters / "adapter_config.json").write_text(settings)
     L, rng = moelab.footprint(path / CONFIGS[0]).num_layers, np.random.default_rng(0)
     experts = rng.integers(0, families.E, (40, L, families.K)).astype(np.uint16)
     phase = np.repeat(("prefill", "decode"), 20)
@@ -339,10 +334,8 @@ def drafts_target():
 
 
 def drafted(_, damaged):
-    made, want = drafts_target()
-    steps = speculative_generate_step(
-        mx.array(PROMPT), made, open_draft(damaged), num_draft_tokens=3, max_tokens=STEPS
-    )
+    (made, want), sizes = drafts_target(), {"num_draft_tokens": 3, "max_tokens": STEPS}
+    steps = speculative_generate_step(mx.array(PROMPT), made, open_draft(damaged), **sizes)
     return "same text" if [int(t) for t, *_ in steps] == want else "WRONG TEXT"
 
 

@@ -5,6 +5,7 @@ import time
 from contextlib import contextmanager
 from functools import partial
 
+import agents
 from fake_served import fake_served, wrapped
 from in_process import listening
 
@@ -24,10 +25,7 @@ SAID = {  # what a model says and how it ends; the items of the answer, where * 
     "malformed": (["A<tool_call>{oops</tool_call>"], ["A<tool_call>{oops</tool_call>"]),
     "a cut call": ([f"{CALL}<tool_call>", "length"], ["call", "<tool_call>"]),
 }
-CHAT_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "Do", "parameters": {"type": "object"}},
-}
+CHAT_TOOL = {"type": "function", "function": agents.DOES}
 # mlx-lm infers from the comment how calls are written.
 TEMPLATE = """{# <tool_call> tool_call.name #}{{ tools | tojson if tools }}
 {% for m in messages %}{{ m.role }}: {{ m.content }}

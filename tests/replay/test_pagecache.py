@@ -50,10 +50,8 @@ def fewest_misses(rows, S):
         need = frozenset(rows[i])
         missing = len(need - content)
         others = content - need
-        room = min(len(others), S - len(need))
-        return missing + min(
-            best(i + 1, need | frozenset(keep)) for keep in combinations(sorted(others), room)
-        )
+        keeps = combinations(sorted(others), min(len(others), S - len(need)))
+        return missing + min(best(i + 1, need | frozenset(keep)) for keep in keeps)
 
     return best(0, frozenset())
 
@@ -254,10 +252,8 @@ def test_what_is_refused(call, said):
 def test_past_the_page_cache_every_miss_is_read():
     t = locality.synthesize(locality.Locality((0.5,), (0.3,), (2.0,)), 80, 2, 32, 4)
     costs = Costs(0.0, 0.0, 1e-10, 1e-9, direct_s_per_byte=5e-10)
-    through, past = (
-        pagecache.replay(t, 1e9, 8, expert_nbytes=1000, costs=costs, skip=40, direct=d)
-        for d in (False, True)
-    )
+    given = {"expert_nbytes": 1000, "costs": costs, "skip": 40}
+    through, past = (pagecache.replay(t, 1e9, 8, direct=d, **given) for d in (False, True))
     assert past.app_hit_rate == through.app_hit_rate and past.page_hit_rate == 0
     assert past.copied_per_token == 0 and through.read_per_token < past.read_per_token
     assert past.read_per_token == pytest.approx((1 - past.app_hit_rate) * 2 * 4 * 1000)

@@ -42,14 +42,10 @@ def drawn(r, depth=2):
     first, *_ = inner = [drawn(r, depth - 1) for _ in range(r.randint(1, 4))]
     named = {r.choice(["a", "b c", 'd"', "é"]) + str(i): schema for i, schema in enumerate(inner)}
     some, closed = r.sample([*named], r.randint(0, len(named))), {"additionalProperties": False}
+    any_names = {"patternProperties": {"^[a-c]{1,3}$": first}, "maxProperties": 3}
     nodes = [
         {"type": "object", "properties": named, "required": some, **closed},
-        {
-            "type": "object",
-            "patternProperties": {"^[a-c]{1,3}$": first},
-            "maxProperties": 3,
-            **closed,
-        },
+        {"type": "object", **any_names, **closed},
         {"type": "array", "items": first, "minItems": r.randint(0, 2), "maxItems": 3},
         {"type": "array", "prefixItems": inner, "items": False, "minItems": len(inner)},
         {"anyOf": inner},
