@@ -38,7 +38,7 @@ def mlx():
     @cache
     def scores(tokens):
         """Log probabilities [T - 1, V] of what follows each token."""
-        return nn.log_softmax(model(mx.array([tokens]))[0, :-1], axis=-1)
+        return nn.log_softmax(model(mx.array([[*tokens]]))[0, :-1], axis=-1)
 
     return SimpleNamespace(write=write, scores=scores, tokenizer=tokenizer)
 
