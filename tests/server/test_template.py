@@ -67,7 +67,6 @@ EMPTY, BEGUN = "<|im_start|>assistant\n<|im_end|>\n", "<|im_start|>assistant\n"
 SILENT, SAID = {"role": "assistant"}, {"role": "assistant", "content": "Once "}
 NONE, SHOWN = SILENT | {"content": None}, {"role": "tool", "content": [AB[0], IMAGE]}
 RULE = [user(AB), SILENT, {"role": "developer", "content": "Be short"}]
-TWICE, SHOWN = [SILENT | {"content": None}, SILENT], [{"role": "tool", "content": [AB[0], IMAGE]}]
 READ = [  # a template, messages, and the end of what the model reads
     (PLAIN, [user(AB), NONE, SILENT], f"user\nab<|im_end|>\n{2 * EMPTY}{BEGUN}"),
     (PLAIN, RULE, f"<|im_start|>system\nBe short<|im_end|>\n{BEGUN}"),
