@@ -68,7 +68,7 @@ def plain(model, prompt, max_tokens=40, **kwargs):
 
 @once
 def trained(mode="resident", kernels="mlx", slots=16):
-    """tiny-moe, loaded once."""
+    """tiny-moe, loaded once for each choice of arguments."""
     return moelab.load(MODELS / "tiny-moe", moelab.StreamConfig(mode, slots, kernels=kernels))[0]
 
 

@@ -10,7 +10,7 @@ then runs it in every mode. A new family's own name for K goes into ``TOP_K_KEYS
 ``moelab/streaming/build.py``, a new name of its router's weight into ``ROUTERS``. A family that
 cannot stream goes into ``NOT_STREAMED``, one that a CPU cannot run into ``EXPERTS_ONLY``.
 
-Every config has D = 64, E = 8, K = 2, unless its family allows only something else.
+Every config has D = 64, E = 8, K = 2, unless its family allows only other sizes.
 """
 
 import ast
@@ -93,7 +93,7 @@ OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json has beyond ``COMMON``; ``text``: what its ``text_config`` has beyond it."""
+    """What a config.json (``config``) and its ``text_config`` (``text``) have beyond ``COMMON``."""
 
     config: dict = field(default_factory=dict)
     text: dict | None = None
@@ -392,7 +392,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
 
 
 def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: int = 1) -> None:
-    """Write config.json, an index and ``shards`` files of weights, neighbours in different ones."""
+    """Write config.json, an index and ``shards`` files, to which the weights go in turn."""
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names, weight_map = sorted(weights), {}

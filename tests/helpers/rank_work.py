@@ -43,7 +43,7 @@ def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) ->
 
 
 def spy(layer, read):
-    """Note the experts that a layer reads."""
+    """Set ``read[expert]`` for each expert that a layer reads."""
     bank = layer.slots.bank if hasattr(layer, "slots") else layer._bank
     reads = bank.reads
 

@@ -82,7 +82,7 @@ def test_product(form, outputs, inputs, widest):
 @pytest.mark.parametrize("inputs", (32, 256))
 @pytest.mark.parametrize("exponent", (0, 1, 2, 60, 127, 200, 252))
 def test_every_weight_and_scale_of_mxfp4(exponent, inputs, widest):
-    """Products with one row of ones are the numbers that MLX's ``dequantize`` gives."""
+    """Products with the identity matrix are the numbers that MLX's ``dequantize`` gives."""
     form = ("mxfp4", 4, 32)
     weight = np.full((1, 8, inputs // 8), 0x76543210, np.uint32)
     weight[:, ::2] = 0xFEDCBA98

@@ -1,4 +1,4 @@
-"""Kernels that an earlier process built."""
+"""Kernels that an earlier process stored are used, unless they are damaged or not ours."""
 
 import os
 import signal

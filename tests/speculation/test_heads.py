@@ -257,7 +257,7 @@ def random_weights(module, seed=1):
 
 def write(folder, weights, config, file="model.safetensors"):
     mx.save_safetensors(str(folder / file), weights)
-    (folder / f"._{file}").write_bytes(b"Finder's")  # on a drive without attributes of files
+    (folder / f"._{file}").write_bytes(b"Finder's")  # a Mac adds it on a foreign drive
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -84,7 +84,7 @@ def speed(world, num_tokens, policy=None):
 
 
 def drawn_worlds():
-    """Endless worlds, drawn by numpy: Hypothesis's draws depend on numbers in the package."""
+    """Yield worlds that numpy draws: Hypothesis's draws depend on numbers in the package."""
     rng = np.random.default_rng(0)
     while True:
         yield World(
@@ -109,7 +109,7 @@ def lost(world, num_tokens, prompt_known):
 
 
 def test_it_rarely_costs_more_than_three_percent():
-    """Short texts cost more in one world of twenty, up to a tenth."""
+    """A short text may cost up to 11% more, in one world of twenty."""
     assert lost(World(0.0, 1.0, 1.0, 0.5), 128, True) <= 0.03
     assert lost(World(0.94, 0.09, 0.25, 0.41, fixed=0.41, saturation=25, seed=7), 128, True) <= 0.03
     assert lost(World(0.9, 0.9, 0.0, 0.1), 300, True) <= 0.03  # each position costs a token (CPU)
@@ -137,7 +137,7 @@ def test_it_drafts_where_drafting_pays():
 
 
 class FullDepth(World):
-    """Passes of 1 to 4 positions through 40 layers of 35B-A3B's shapes in 8 GB, as measured."""
+    """Passes cost what was measured with 40 layers of 35B-A3B's shapes and 8 GB of memory."""
 
     def verify_s(self, m):
         return np.interp(m, (1, 2, 3, 4, 8), (1, 1.675, 2.2, 2.65, 4.05))

@@ -83,7 +83,7 @@ def test_any_splits(name, strategy, prompt, rounds, batch):
 @settings(FEW, max_examples=8)
 @given(strategies, st.integers(1, 40), splits)
 def test_any_splits_of_the_trained_model(strategy, prompt, rounds):
-    """Random token ids, but states of a trained model."""
+    """Token ids are random, but states are those of a trained model."""
     model = tiny()
     prompt = ids(prompt, prompt, vocab=8192)
     caches = start(model, prompt), start(model, prompt)
@@ -178,7 +178,7 @@ def test_undo_reaches_over_passes():
 
 
 def test_restoring_without_the_accepted_tokens_drifts():
-    """The negative control does what SwiftLM does: it restores the state and no more."""
+    """The negative control restores the state, as SwiftLM does, and reads no token again."""
     model = tiny()
     prompt, tokens = ids(1, 20, vocab=8192), ids(2, 8, vocab=8192)
     cache, reference = start(model, prompt), start(model, prompt)

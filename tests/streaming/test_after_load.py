@@ -55,7 +55,7 @@ CHANGES = (
 
 
 def test_new_weights_take_effect(hybrid, tmp_path):
-    """Every scale and bias of the backbone, set in any way, takes effect as in a resident model."""
+    """New scales and biases of the backbone take effect as in a resident model, however set."""
     resident, file = families.load_resident(hybrid), str(tmp_path / "w.safetensors")
     experts = tuple(k for k, m in resident.named_modules() if isinstance(m, SwitchGLU))
     weights = {
@@ -121,7 +121,7 @@ def test_a_resident_model_saves_what_mlx_lm_saves(hybrid, tmp_path):
 
 
 def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
-    """``load`` has each keyword of the installed mlx-lm, with its default, and four of its own."""
+    """``load`` has the keywords of mlx-lm's ``load``, with their defaults, and four of its own."""
     theirs, ours = (inspect.signature(f).parameters for f in (mlx_lm.load, moelab.load))
     assert next(iter(ours)) == next(iter(theirs))
     own = {"config", "group", "draft", "texts"}
@@ -157,7 +157,7 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(hybrid):
 
 
 def write_adapters(folder, source, fine_tune_type, keys):
-    """Adapters as mlx_lm.lora writes them, with numbers that change the text."""
+    """Write adapters as mlx_lm.lora does, with numbers that change the text; return the folder."""
     folder.mkdir()
     model, _ = mlx_lm_utils.load_model(source)
     config = {"fine_tune_type": fine_tune_type, "num_layers": 4}
@@ -181,7 +181,7 @@ def write_adapters(folder, source, fine_tune_type, keys):
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
 def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
-    """The same answer as mlx-lm with the same adapters, with one stream or several."""
+    """With adapters, given to ``load`` or loaded later, a model answers as mlx-lm's does."""
     keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
     adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, fine_tune_type, keys)
     plain = families.load_resident(random_tiny_moe)
@@ -202,7 +202,7 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
 
 
 def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
-    """A scale that is no number is refused, too. ``test_bad_input.py`` draws other damage."""
+    """A LoRA scale that is no number is refused, too. ``test_bad_input.py`` draws other damage."""
     keys = ["mlp.switch_mlp.gate_proj"]
     adapters = str(write_adapters(tmp_path / "adapters", random_tiny_moe, "lora", keys))
     streamed, resident = (moelab.StreamConfig(mode, slots=16) for mode in ("fused", "resident"))
@@ -218,7 +218,7 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
-    """ernie4_5_moe calls K ``moe_k``. Without it the class's default counts; top_k changes it."""
+    """ernie4_5_moe names K ``moe_k``. ``top_k`` counts even if config.json has no such name."""
     path = families.write_checkpoint("ernie4_5_moe", tmp_path / "m", "affine4")
     config = json.loads((path / "config.json").read_text())
     answers = []

@@ -1,4 +1,4 @@
-"""Bytes go through pinned memory to the GPU: here kernels run on the host in its place."""
+"""Experts are copied through pinned memory to a GPU, whose kernels run here on the host."""
 
 import ctypes
 import functools
@@ -32,7 +32,7 @@ answer = functools.partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 class Runtime:
-    """The CUDA calls that the module makes, and its kernels as Python functions."""
+    """In place of CUDA: the calls that ``streaming.cuda`` makes, and its kernels in Python."""
 
     cudaHostAllocDefault = 0
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrKernelExecTimeout=17)
@@ -129,8 +129,7 @@ def runtime(monkeypatch):
 
 @pytest.fixture(scope="module")
 def want(hybrid):
-    """By dtype, the logits of a prompt and of four tokens, by experts that were not copied."""
-
+    """For each dtype, logits of a prompt and of four tokens, from experts that are not copied."""
     logits = {}
     for dtype in ("bfloat16", "float32"):
         config = moelab.StreamConfig(dtype=dtype, slots=K, kernels="mlx")  # as on a GPU
@@ -171,7 +170,7 @@ def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, wa
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
-    """The memory is used again, also for ranges in pieces. Reads begin before earlier ones end."""
+    """Memory is reused, also for ranges in pieces. Reads begin before earlier reads end."""
     begun, finish = [], layer_slots.LayerSlots.finish
 
     def watched(layer, group):
@@ -207,7 +206,7 @@ def test_the_gpu_waits_unless_it_ends_long_kernels(time_limit, hybrid, runtime, 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
 def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monkeypatch):
-    """It says so before Python does: a reader's thread may first have to wait for the GIL."""
+    """Native code says so before Python, whose reader thread may first have to wait for the GIL."""
     flags, read = [], native.read
 
     def watched(table, flag=0, arrived=None):
@@ -283,7 +282,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatc
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
 def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want, monkeypatch):
-    """Also after experts took the places of others, and after some slots were given back."""
+    """They stay the same when experts replace others, and when some slots are given back."""
     monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):
@@ -295,7 +294,7 @@ def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, 
 
 @pytest.mark.parametrize("policy", EVICTION)
 def test_host_and_gpu_agree_on_what_the_slots_hold(policy, hybrid, runtime):
-    """Long and recorded calls use the host's table, short ones the state on the GPU."""
+    """Long and recorded calls use the host's table, short calls use the state on the GPU."""
     read = {}
     for source in ("disk", "host"):
         with copying(hybrid, slots=2 * K, policy=policy, source=source) as model:
@@ -341,7 +340,7 @@ def test_without_cuda_bindings_or_turned_off(runtime, copies, hybrid, monkeypatc
 
 @pytest.mark.parametrize("given", [None, "1"])
 def test_a_draft_turns_cudnns_attention_off_unless_told(given, monkeypatch):
-    # monkeypatch puts back what open_draft sets, too
+    # monkeypatch restores the variable, also after open_draft has set it
     monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", given or "")
     if given is None:
         del os.environ["MLX_CUDA_USE_CUDNN_SDPA"]

@@ -181,8 +181,8 @@ def test_other_names_of_a_family(alias, tmp_path):
         np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-4, rtol=1e-4)
 
 
-# With bailing_moe mlx-lm 0.32.2 on mlx 0.32.4 ends the process on the CPU: a shapeless mx.compile
-# of a sum over one expert.
+# bailing_moe of mlx-lm 0.32.2 compiles a sum over one expert with shapeless=True. On a CPU
+# mlx 0.32.4 then ends the process.
 RUN = sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - {"bailing_moe"})
 
 
@@ -192,7 +192,7 @@ RUN = sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY) - {"bailing_moe
     [(n, "affine4", "auto") for n in RUN] + [(n, "mxfp4", "float16") for n in EVERY_VARIANT],
 )
 def test_fewer_experts_per_token(name, variant, dtype, stored):
-    """``top_k`` reaches every family's router, whatever it calls K, resident and streamed."""
+    """``top_k`` reaches the router of every family, whatever the family calls K."""
     path, logits = stored(name, variant), {}
     for mode in ("resident", "fused"):
         config = moelab.StreamConfig(mode=mode, top_k=1, slots=SLOTS, dtype=dtype)

@@ -38,7 +38,7 @@ def answer(model):
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
 @pytest.mark.parametrize("way", ["small reads", "reader threads", "into slots", "by a buffer"])
 def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
-    """An interrupt comes before each line that a prompt and two tokens run, in turn."""
+    """A prompt and two tokens run again and again, each time interrupted before a later line."""
     prompt, config = [7, 11, 13, 17], {"slots": SLOTS, "kernels": "mlx", **fields}
     if way in ("into slots", "by a buffer"):  # long enough to read ahead
         prompt += [19, 23, 29, 31, 37]
@@ -95,7 +95,7 @@ class Gone:
 
 @pytest.mark.parametrize("target", ["streaming.model.tokenizer_of", "streaming.session.Room.parts"])
 def test_ctrl_c_in_a_destructor(target, monkeypatch):
-    """Ctrl-C ends a load or a call with an exception, although Python loses exceptions here."""
+    """Python loses an exception in a destructor. Ctrl-C there still ends a load or a call."""
     path = moelab.DATA / "models" / "tiny-moe"
     load = partial(moelab.load, path, moelab.StreamConfig(slots=12))
     with load()[0] as model:
@@ -110,7 +110,7 @@ def test_ctrl_c_in_a_destructor(target, monkeypatch):
 
 
 def test_ctrl_c_while_modules_are_imported():
-    """Ctrl-C waits for the imports: after an exception numpy could not be imported again."""
+    """Ctrl-C waits until imports end: after an exception numpy could not be imported again."""
     script = """if True:
         import signal, sys, moelab
         class Finder:
@@ -128,7 +128,7 @@ def test_ctrl_c_while_modules_are_imported():
 
 
 def test_a_table_is_whole_again_after_any_line():
-    """SlotTable alone: an interrupt before any line of a call, then ``recover``."""
+    """``recover`` repairs a SlotTable after an interrupt before any line of a call."""
     for n in range(1, 60):
         table = SlotTable(3)
         table.commit(table.choose([0, 1, 2])[1])

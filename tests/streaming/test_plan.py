@@ -1,4 +1,4 @@
-"""``plan`` and ``slots="auto"``: how many slots fit, lend their memory, are given back."""
+"""``plan`` and ``slots="auto"``: how many slots fit, lend their memory or are given back."""
 
 import ctypes
 import json
@@ -38,7 +38,7 @@ from moelab.streaming.session import session_of
 
 
 def parts(plan):
-    """The bytes that a plan reserves for all but slots."""
+    """The bytes that a plan reserves for everything but slots."""
     return plan.facts.kept_nbytes + plan.caches_nbytes + plan.prompt_nbytes + plan.process_nbytes
 
 
@@ -65,7 +65,7 @@ def test_more_slots_than_experts_are_said(run, model_path):
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "gpt_oss", "deepseek_v32", "jamba", "llama4"])
 def test_caches_are_counted_as_they_grow(name, stored):
-    """Enough bytes for a hybrid, a sliding window, a cache of two, a Mamba and a chunked cache."""
+    """A plan counts enough bytes for caches of each kind, and at most 2.5 times what they take."""
     path = stored(name)
     p = moelab.plan(path, memory_nbytes=GB, context=300)
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
@@ -95,7 +95,7 @@ def test_a_long_context_and_what_is_reserved_leave_fewer_slots():
 
 
 def test_where_slots_take_twice_the_bytes_of_the_file_the_page_cache_gets_the_rest(stored):
-    """Experts in bfloat16, float32 in their slots: few slots, until nearly every expert fits."""
+    """Experts are bfloat16 on disk, float32 in slots: slots are few until nearly all would fit."""
     path = stored("qwen3_moe", "plain")
     config = moelab.StreamConfig(top_k=1, context=8, kernels="mlx")
     free = moelab.plan(path, config, memory_nbytes=GB)
@@ -124,9 +124,9 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch):
 
 @pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
-    """The page cache is used if the caller names the memory, or if slots or the system leave room.
+    """The page cache is used if slots or the system leave it room, or if the user names the memory.
 
-    At 60 MB every expert has a slot, and the file does not fit beside them.
+    At 60 MB every expert has a slot, and the file does not fit beside the slots.
     """
     monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
     sizes = (50, 0), (50, 5), (50, 200), (60, 0), (60, 60), (GB // MB, 0)
@@ -167,7 +167,7 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
 
 
 def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
-    """With a large vocabulary the logits, after the last layer, take more memory than a layer."""
+    """With a large vocabulary a prompt's logits take more memory than a layer."""
     V, config = 50_000, moelab.StreamConfig(kernels="fast", memory_nbytes=300 * MB)
     monkeypatch.setitem(families.COMMON, "vocab_size", V)
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
@@ -178,7 +178,7 @@ def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash", "tiny-mtp"])
 def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
-    """A draft gets what it takes in a text as long as the context, and not much more."""
+    """A plan leaves a draft what it takes in a text as long as the context, and not much more."""
     draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
     config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
     assert moelab.plan(TINY_MOE, context=600, draft=draft).config.memory_nbytes is None
@@ -203,7 +203,8 @@ def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
 
 @pytest.mark.parametrize(("mode", "kept"), [("resident", 64), ("serial", 1), ("buffers", 8)])
 def test_a_mode_without_slots_has_no_plan(mode, kept):
-    facts = moelab.footprint(TINY_MOE, config := moelab.StreamConfig(mode))  # auto is no error
+    config = moelab.StreamConfig(mode)  # slots="auto" is no error
+    facts = moelab.footprint(TINY_MOE, config)
     assert facts.slots_nbytes == kept * facts.slot_nbytes > 0
     with pytest.raises(ValueError, match="expected a mode with slots"):
         moelab.plan(TINY_MOE, config)
@@ -225,12 +226,12 @@ def test_on_a_gpu_its_own_limit_counts(backend, monkeypatch):
     p = moelab.plan(TINY_MOE)
     total, _ = plans.HERE.memory()
     assert p.memory_nbytes + p.system_nbytes < total
-    if not mx.metal.is_available():  # a Mac's system is left more
+    if not mx.metal.is_available():  # on a Mac more is left
         assert p.system_nbytes == min(total // 10, 4 * GB)
 
 
 def test_on_a_macs_cpu_a_prompt_keeps_every_state(monkeypatch):
-    """The default device decides, not what the machine has."""
+    """The default device decides, not whether the machine has a GPU."""
     if mx.default_device() != mx.cpu:
         pytest.skip("needs the CPU backend")
     config = moelab.StreamConfig(kernels="mlx")
@@ -242,16 +243,16 @@ def test_on_a_macs_cpu_a_prompt_keeps_every_state(monkeypatch):
 
 
 def lengths_of(session):
-    """The lengths of a model's calls from now on, as they are added to this list."""
+    """Return a list to which the length of each later call of a model is added."""
     lengths, begin = [], session.begin
     session.begin = lambda part, *more: (lengths.append(part.shape[1]), begin(part, *more))
     return lengths
 
 
 def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
-    """The logits and counters are those of one call, and so are the next call's bits; a batch, too.
+    """Logits and counters are those of one call. The next call gets the same bits, too.
 
-    On a GPU they are the same but for rounding: there MLX's kernels depend on a call's length.
+    On a GPU bits differ by rounding: there MLX's kernels depend on a call's length.
     """
     equal = mx.array_equal if mx.default_device() == mx.cpu else partial(mx.allclose, atol=1e-4)
     prompt = mx.array([LONG[:150]])
@@ -271,7 +272,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
         assert mx.allclose(got[0], want[0], atol=1e-4)
         assert equal(got[1], want[1]) and equal(got[0][:, 112:], want[0][:, 112:])
         assert moelab.stats(model).prefill.tokens == tokens == 159
-        cache = make_prompt_cache(model)  # calls that are not divided give every bit, as documented
+        cache = make_prompt_cache(model)  # calls that are not divided give every bit
         calls = [model(prompt[:, i : i + 40], cache=cache) for i in range(0, 150, 40)]
         assert equal(mx.concatenate(calls, axis=1), want[0])
         lengths.clear()
@@ -283,7 +284,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
-    """A short prompt borrows less, and a last chunk takes no slot back; the text stays the same."""
+    """A short prompt borrows less. A last chunk takes no slot back. The text stays the same."""
     config = Evicting(**settings)
 
     def text(model, look):
@@ -333,7 +334,7 @@ def test_an_empty_slot_has_no_memory_and_can_be_written_again():
 
 @pytest.fixture
 def room(monkeypatch):
-    """A function that sets the bytes for a model's slots and more; each call looks at them."""
+    """A function that sets the free memory that each call finds: ``slots`` slots and ``more``."""
     monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
 
     def set_room(model, slots, more=0):
@@ -351,7 +352,7 @@ def room(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
-    """Slots fall to K, with a line each time, and return with the memory. The text is the same."""
+    """Slots fall to K, each time with a warning, and return with memory. Texts stay the same."""
     config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
     with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
         want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()
@@ -417,7 +418,7 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
 
 @pytest.mark.parametrize("empties", [True, False])
 def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch):
-    """Slots fall to K, said once, and return after a rest. Pages that only come or go take none."""
+    """Slots fall to K, with one warning, and return after a rest. Swapping one way takes none."""
     clock, swapped = [0.0], [0.0, 0.0]
     monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
     monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
@@ -480,7 +481,7 @@ print(json.dumps([session.plan.slots, session.plan.reason, text, slots]))
 
 
 def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed(limits):
-    """The limit is the process's own. A process that fills its cgroup gives slots back."""
+    """Each process has a cgroup of its own. The process that fills it gives slots back."""
     text = next((TINY_MOE / "heldout").glob("*.py")).read_text()[:1200]
     argv = [sys.executable, "-c", IN_A_CGROUP, str(TINY_MOE), text]
     refused, few = (limit.run(argv, nbytes) for nbytes in (150 * MB, 250 * MB))
@@ -496,7 +497,7 @@ def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed(limits):
 
 
 def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
-    """Debian has ``swapon`` and ``swapoff`` on root's PATH alone."""
+    """Debian has ``swapon`` and ``swapoff`` on the PATH of root only."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(swap.NoSwap, match="may not swap to a file"), swap.swapping(MB, MB):
         pass
@@ -506,7 +507,7 @@ def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
     os.environ.get("MOELAB_SYSTEM_TESTS") != "1", reason="swaps if MOELAB_SYSTEM_TESTS=1 allows it"
 )
 def test_a_model_that_is_swapped_gives_slots_back():
-    """With a real swap file; figures say that there is enough memory."""
+    """A real swap file is used. By the system's figures there is enough memory."""
     rows = []
     try:
         with (

@@ -42,7 +42,7 @@ def decode(model, steps):
 
 @pytest.fixture(scope="module")
 def want():
-    """Logits of 40 steps of tiny-moe, their trace and what they cost."""
+    """Logits of 40 steps of tiny-moe without prefetch, their trace and their counters."""
     with load_model(TINY_MOE, moelab.StreamConfig(slots=SLOTS, prefetch="none"))[0] as model:
         with moelab.record(model) as trace:
             logits = decode(model, 40)
@@ -50,7 +50,7 @@ def want():
 
 
 def run(name, want, steps=40, **fields):
-    """Decode, compare with the logits of ``want``, close: no thread stays. Return the counters."""
+    """Decode as ``want`` did, with the same logits; return the counters. No thread stays."""
     config = Evicting(**{"slots": SLOTS, **fields}, prefetch=name)
     others = {*threading.enumerate()}
     with load_model(TINY_MOE, config)[0] as model:
@@ -184,7 +184,7 @@ def test_reserved_slots(data, slots, policy):
 
 @needs_kernels
 def test_a_router_asked_early_in_a_pass_of_several_tokens():
-    """A verify pass asks the router for all its tokens; logits are as without early reads."""
+    """A verify pass asks the router about all its tokens; logits are as without early reads."""
     tokens = mx.array([[*PROMPT, 7, 11, 13]])
     found = []
     for name in ("none", "router"):
@@ -197,7 +197,7 @@ def test_a_router_asked_early_in_a_pass_of_several_tokens():
 
 @needs_kernels
 def test_a_wrong_router_keeps_what_is_likely_and_reads_nothing_more(want, monkeypatch):
-    """None of the 2K likeliest experts is evicted; a layer with wrong guesses stops reading."""
+    """None of the 2K likeliest experts is evicted. A layer with wrong guesses stops guessing."""
     reserve, kept = SlotTable.reserve, []
 
     def checked(self, experts, keep=()):
@@ -247,7 +247,7 @@ def test_auto_asks_nobody_while_it_is_off_and_records_nothing_anew(moe, small_ma
 
 
 def calls(trial, missing, milliseconds, num, rng):
-    """Say of each of ``num`` calls whether it prefetched; ``milliseconds`` are without and with."""
+    """Whether each of ``num`` calls prefetched. ``milliseconds``: their times without and with."""
     ons, near = np.zeros(num, int), 0.0
     for i, (m, ms) in enumerate(zip(missing, milliseconds.T)):
         ons[i], near = trial.on, 0.5 * near + rng.normal(0, 0.07)
@@ -263,7 +263,7 @@ REGIMES = list(itertools.product((120, 12), (0.15, 1.2), (0.37, 1.25)))
 
 @pytest.mark.parametrize("missed, read_ms, share", REGIMES)
 def test_auto_is_as_fast_as_the_better(missed, read_ms, share):
-    """After 256 tokens at least 0.98 times as fast; trials cost at most 1% of the first 128."""
+    """From token 256 on it is at least 0.98 times as fast. Trials cost 1% of the first 128."""
     costs = []
     for begins, seed in itertools.product((False, True), range(8)):
         rng = np.random.default_rng(seed)
@@ -296,7 +296,7 @@ def test_auto_looks_again_when_hits_change_and_rarely_otherwise():
 @pytest.mark.parametrize("layers, top_k, slots", [(1, K, K), (2, 1, 2), (2, E, E), (2, E, 2 * E)])
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matrices, monkeypatch):
-    """A layer that is guessed while it runs keeps its experts; a guess of all E leaves none out."""
+    """A guess for the layer that runs evicts none of its experts. A guess may be all E experts."""
     family = families.Family({"num_hidden_layers": layers})
     monkeypatch.setitem(families.FAMILIES, "qwen3_moe", family)
     path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")

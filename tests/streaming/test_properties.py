@@ -35,7 +35,7 @@ FEW = tries(150, derandomize=True)
 @given(
     S=st.integers(1, 6),
     policy=st.sampled_from([*EVICTION]),
-    # Calls of distinct experts, sometimes more than fit. The reads of some fail part of the way.
+    # Calls of distinct experts, sometimes of more than fit. Reads of some calls fail halfway.
     calls=st.lists(
         st.tuples(
             st.lists(st.integers(0, 11), max_size=8, unique=True), st.booleans(), st.integers(0, 8)
@@ -119,7 +119,7 @@ def test_what_a_use_counts_does_not_overflow():
 @FEW
 @given(st.sampled_from([*EVICTION]), st.integers(1, 3), st.permutations(range(12)))
 def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
-    """Calls of a few experts each, while the call before is still read or not computed yet."""
+    """Experts of the call before, still read or not computed yet, keep their slots."""
     table, busy, later = SlotTable(6, policy), [], list(experts)
     table.commit(table.choose(later[:4])[1])
     while later:
@@ -146,7 +146,7 @@ def write_file(path, header, data):
 
 @st.composite
 def sound_headers(draw):
-    """A header as safetensors writes it, its tensors in any order of names; and their bytes."""
+    """A header as safetensors writes it, names in any order, and how many bytes its data have."""
     header, at = {}, 0
     if draw(st.booleans()):
         header["__metadata__"] = {"format": "mlx"}
@@ -316,7 +316,7 @@ def resident():
     slots=st.integers(8, 40),
 )
 def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
-    """Free slots of the next layer are filled, or another is called; answers are the resident's."""
+    """A layer's free slots are filled ahead, even if another is called next. Answers are right."""
     left, read_here = None, Reader.read_here
 
     def flaky(reader, reads):

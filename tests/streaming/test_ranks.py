@@ -1,4 +1,4 @@
-"""Experts divided over ranks: the bits of one rank, and clear ends when ranks differ or die.
+"""Ranks that share the experts give the bits of one rank. If ranks differ or die, all end.
 
 Models are tested first, then the commands generate and serve.
 """
@@ -28,7 +28,7 @@ from moelab.lab.ranks import environments, everywhere, hosts
 from moelab.streaming.ranks import RankError, Ranks, by_number
 
 HELPERS = Path(rank_work.__file__).parent
-# Families with additive biases, without a shared expert, with SwitchMLP.
+# gpt_oss has additive biases, olmoe no shared expert, nemotron_h a SwitchMLP.
 CASES = (
     ("tiny-moe", {"slots": 16}),
     ("gpt_oss", {"slots": 2, "kernels": "mlx"}),
@@ -62,7 +62,7 @@ def finish(processes: list[Popen], timeout_s: float = 240) -> list[CompletedProc
 
 @pytest.fixture(scope="module")
 def cases(stored):
-    """Where the checkpoints of ``CASES`` lie with their settings, and what one process finds."""
+    """The checkpoints and settings of ``CASES``, and the result of one process for each."""
     paths = {name: TINY_MOE if name == "tiny-moe" else stored(name) for name, _ in CASES}
     made = [(str(paths[name]), settings) for name, settings in CASES]
     return made, rank_work.decode(None, made)
@@ -70,7 +70,7 @@ def cases(stored):
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
-    """The same logits in every mode; each expert is read by one rank, its owner."""
+    """Logits are the same in every mode, and an expert is read by its owner only."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *sys.path]))
     chosen, (made, one) = slice(None if n == 2 else 4), cases
     found = everywhere(n, rank_work.decode, made[chosen])
@@ -113,8 +113,8 @@ def checkpoints(tmp_path_factory):
 
 ENDED = "another rank has ended"
 ROUNDS = "the machines round differently"  # and choose other experts
-# The second rank's checkpoint, its settings and what it does in the middle of an answer, if it gets
-# so far; then what each of the two ranks says.
+# The second rank's checkpoint and settings, then what each of the two ranks says. If these are the
+# first rank's, too, the case is what the second rank does in the middle of an answer.
 WRONG = {
     "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
     "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),
@@ -132,7 +132,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
-    """Each rank that can says one line, no later than 60 s after the start; no rank waits."""
+    """Each rank that can ends with one line, within 60 s. No rank waits for ever."""
     name, own, *said = WRONG[case]
     answers = (name, own) == ("one", SETTINGS)
     program = str(HELPERS / "rank_work.py")
@@ -191,13 +191,13 @@ OPTIONS = ("--slots", "12", "--kernels", "mlx", "--dtype", "float32")
 
 @pytest.fixture
 def alone(run):
-    """The text of one process."""
+    """A function that gives the text of one process."""
     argv = ["generate", MODEL, "--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F"]
     return lambda n, *options: run(*argv, *OPTIONS, "--max-tokens", n, *options).out
 
 
 def test_generate_under_mlx_launch(alone):
-    """Sampled, with drafts whose number rank 0's policy chooses; rank 0 alone prints."""
+    """The text is sampled, with as many drafts as rank 0's policy chooses. Only rank 0 prints."""
     port = hosts(2)[0][0].partition(":")[2]
     command = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring"]
     command += ["--starting-port", port, "--", sys.executable, "-m", "moelab", "generate", MODEL]
@@ -238,7 +238,7 @@ def served(tmp_path):
 
 
 def test_serve(served, alone):
-    """Texts in batches and alone; a client that hangs up or is refused stops no other text."""
+    """Texts run in batches, or alone with a seed. A client that leaves or is refused stops none."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text
@@ -271,7 +271,7 @@ def test_a_rank_of_serve_that_is_killed(served):
 
 
 def test_a_rank_that_never_starts(tmp_path):
-    """MLX waits for that rank in native code. The others first say so, and end nevertheless."""
+    """MLX waits for that rank in native code. The other rank says so, and ends after a time."""
     program = "from moelab.streaming import ranks; ranks.LOADING_S = 1; ranks.joined()"
     first, _ = environments(2, tmp_path)
     command, env = [sys.executable, "-c", program], {**os.environ, **first}

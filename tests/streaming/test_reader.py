@@ -115,8 +115,7 @@ places = st.lists(st.tuples(st.integers(0, SIZE), sizes), min_size=1, max_size=1
 @tries(200)
 @given(places)
 def test_native_code_reads_what_python_reads(file, places):
-    """Any ranges, also past the end: the same bytes, or the same error."""
-
+    """Both read the same bytes of any ranges, or give the same error past the file's end."""
     errors = []
     for loop in (native.loop, lambda: None):
         with pytest.MonkeyPatch.context() as patch:
@@ -156,7 +155,7 @@ def test_one_reader_has_one_read_in_flight(file, flags_seen):
 @pytest.mark.parametrize("nowait", [False, pytest.param(True, marks=[needs_native, needs_nowait])])
 @pytest.mark.parametrize("n", [0, 3, 39])
 def test_a_read_that_fails_is_named(n, nowait, file, of_8, flags_seen, monkeypatch):
-    """A file descriptor that cannot be read: a real error in native code."""
+    """One file descriptor is open for writing only, so that native code meets a real error."""
     if not nowait:
         monkeypatch.setattr(reader, "CACHED_NBYTES", 0)
     broken, reads = File(file), ask(of_8.open(file), spread())
@@ -173,7 +172,7 @@ def test_a_read_that_fails_is_named(n, nowait, file, of_8, flags_seen, monkeypat
 @needs_native
 @pytest.mark.parametrize("got", [-1, 0, 50])
 def test_an_incomplete_read_is_made_again(got, file, of_8, monkeypatch):
-    """A read is interrupted, gets nothing or a part: Python reads the range again, or raises."""
+    """If a read fails or gets too few bytes, Python reads the range again, or raises."""
     loop, wrong = native.loop(), b"\xa5" * 50
 
     def incomplete(table, n, flags, done, flag):
@@ -258,7 +257,7 @@ def direct(file, request):
         if reading.open(file).direct is None:
             pytest.skip("this file system does not read past the page cache")
         if request.param == "threads":
-            reading._queue = False  # the system makes no reads without a thread
+            reading._queue = False  # as if each read needed a thread
         yield reading
 
 
@@ -266,14 +265,14 @@ def direct(file, request):
 @tries(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(places)
 def test_the_same_bytes_past_the_page_cache(direct, file, places):
-    """Wherever ranges begin and end, also at the end of the file."""
+    """Ranges may begin and end anywhere, also at the end of the file."""
     places = [(at, sizes) for at, sizes in places if at + sum(sizes) <= SIZE] + [(SIZE - 5, [5])]
     assert_reads(direct, ask(direct.open(file), places))
 
 
 @needs_direct
 def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
-    """Only a range longer than the buffer, and what reads past the page cache did not bring."""
+    """Only a range longer than the buffer does, and bytes that a direct read did not bring."""
     opened, path, size = direct.open(file), tmp_path / "long", native.BUFFER_NBYTES + 5
     drop(opened)
     direct.read(ranges_of(ask(opened, spread())))

@@ -106,7 +106,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
 @pytest.mark.parametrize("kernel", ("fast", "mlx"))
 @pytest.mark.parametrize("packed", (False, True))
 def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch):
-    """Bytes land in slots with room for whole blocks. Else threads read through a buffer each."""
+    """Direct reads go into slots with room for whole blocks, else through a thread's buffer."""
     source = repack(path, tmp_path / "packed", progress=False) if packed else path
     config = {"slots": K, "kernels": kernel, "dtype": "auto" if kernel == "fast" else "bfloat16"}
     with load_model(source, moelab.StreamConfig(**config))[0] as model:
@@ -146,7 +146,7 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
 @pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
 @pytest.mark.parametrize("room", (1 << 40, 3))
 def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
-    """Next come the experts of this and the next layer that no slot holds, while there is room."""
+    """It is asked for missing experts of this layer and the next, as many as there is room for."""
     with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
         session, asked = session_of(model), []
         bank, L = session.layers[0].slots.bank, len(session.layers)
@@ -172,7 +172,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
-    """Or never, if slots hold every expert. With slots for all, calls without misses read more."""
+    """It never does if slots hold all experts. Where all fit, calls read more than they miss."""
     config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx", prefetch="none")
     num_layers = moelab.footprint(path).num_layers
     with load_model(path, config)[0] as model:
@@ -246,7 +246,7 @@ def test_from_env(variables, fields, monkeypatch):
 @pytest.mark.skipif(not mx.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("mode", STREAMED)
 def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
-    """Bit for bit: one token at a time, and in waves of 32 and of 128 pairs."""
+    """Logits are equal bit for bit, one token at a time and in waves of 32 and of 128 pairs."""
     ids, other = (mx.random.randint(0, 8000, (1, 16), key=mx.random.key(i)) for i in range(2))
 
     def logits(model, ids, T):
@@ -264,7 +264,7 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
 
 
 def mlx_kernel(gpu, rows, matrices, quantized):
-    """Which kernel MLX 0.32 takes for SwitchGLU's projections (its backend/metal and /cuda)."""
+    """Which of two kernels MLX 0.32 takes for SwitchGLU's projections, by its backends' sources."""
     if quantized and gpu == "cuda":
         return rows < 8
     return rows >= 64 and (not quantized or rows // matrices >= 4)

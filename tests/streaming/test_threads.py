@@ -107,7 +107,7 @@ def in_a_process(script, *args):
 
 
 def test_a_fork_says_so(hybrid):
-    """If its parent computed, a child refuses to compute and does not hang; the parent goes on."""
+    """A fork of a process that computed refuses to compute and never hangs. The parent goes on."""
     script = """
     import json, os, signal, sys
     import mlx.core as mx
