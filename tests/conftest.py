@@ -17,17 +17,15 @@ import hypothesis
 import mlx.core as mx
 import psutil
 import pytest
-from common import small
-from faults import read_in_threads
+from common import loaded, small
+from faults import read_in_parts
 
-from moelab import DATA, StreamConfig, synthesize
+from moelab import DATA, synthesize
 from moelab.__main__ import main
 from moelab.kernels import modules
 from moelab.lab import limit
 from moelab.streaming import build
-from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
-from moelab.streaming.residency import layer
 from moelab.system import Linux
 
 # No test depends on how fast or busy a machine is.
@@ -229,7 +227,7 @@ def hybrid(stored):
 @pytest.fixture
 def streamed(hybrid):
     """A random hybrid with four slots in each layer."""
-    with load_model(hybrid, StreamConfig(slots=4))[0] as model:
+    with loaded(hybrid, slots=4) as model:
         yield model
 
 
@@ -237,8 +235,7 @@ def streamed(hybrid):
 def any_reads(request, monkeypatch):
     """Run a test twice: the calling thread reads, then the reader's threads read in parts."""
     if request.param == "reader threads":
-        read_in_threads(monkeypatch)
-        monkeypatch.setattr(layer, "PART_NBYTES", 1)
+        read_in_parts(monkeypatch)
     else:
         monkeypatch.setattr(reader, "INLINE_NBYTES", 1 << 40)
 

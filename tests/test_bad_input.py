@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 from common import PROMPT, STREAMED, TINY_MOE, greedy_logits
 from families import E, K
-from faults import edit_header, patch_preadv, read_in_threads
+from faults import edit_header, patch_preadv, read_in_parts
 from fuzzing import is_closed, num_open
 from mlx_lm.generate import generate_step
 
@@ -41,7 +41,6 @@ from moelab.streaming import model as model_module
 from moelab.streaming.build import build_model
 from moelab.streaming.config import OPTIONS
 from moelab.streaming.model import load_model
-from moelab.streaming.residency import layer
 
 SLOTS = K + 1
 generate = partial(greedy_logits, prompt=PROMPT, steps=4)
@@ -281,9 +280,9 @@ def test_token_ids_beyond_the_vocabulary(mode, ids, good, monkeypatch):
 @pytest.mark.parametrize("mode", STREAMED)
 def test_read_fails_anywhere(mode, good, want, any_reads, monkeypatch):
     """The n-th read fails, after it wrote wrong bytes into its slot. The next call is right."""
-    preadv, count, fail_at = os.preadv, 0, -1
+    count, fail_at = 0, -1
 
-    def failing(fd, views, offset):
+    def failing(preadv, fd, views, offset):
         nonlocal count
         count += 1
         if count != fail_at:
@@ -422,11 +421,10 @@ def test_closed_model(mode, good):
 @pytest.mark.parametrize("mode", STREAMED)
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
     """When a read's error is raised, the other reads have ended: none writes to a slot later."""
-    read_in_threads(monkeypatch)
-    monkeypatch.setattr(layer, "PART_NBYTES", 1)  # as with large experts
-    preadv, begun, ended, failing = os.preadv, 0, 0, False
+    read_in_parts(monkeypatch)
+    begun, ended, failing = 0, 0, False
 
-    def slow(fd, views, offset):
+    def slow(preadv, fd, views, offset):
         nonlocal begun, ended
         begun += 1
         try:

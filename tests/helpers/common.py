@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from moelab import DATA, kernels
+from moelab import DATA, StreamConfig, kernels
 from moelab import synthesize as S
+from moelab.lab.arguments import Evicting
+from moelab.streaming.model import load_model
 from moelab.streaming.session import session_of
 
 TINY_MOE = DATA / "models" / "tiny-moe"
@@ -36,19 +38,50 @@ needs_kernels = pytest.mark.skipif(
 )
 
 
-def greedy_logits(model: nn.Module, prompt: list[int], steps: int) -> np.ndarray:
-    """Logits ``[steps + 1, V]`` of a prompt's last token and of the greedy tokens after it."""
+def loaded(path: Path, **fields) -> nn.Module:
+    """A model without its tokenizer; ``fields`` are those of its configuration."""
+    config = Evicting if "policy" in fields else StreamConfig
+    return load_model(path, config(**fields))[0]
+
+
+def greedy_logits(model: nn.Module, prompt: list[int], steps: int, every=False) -> np.ndarray:
+    """Logits of a prompt's last token (``every``: of each token) and of the greedy tokens after."""
     cache, tokens, rows = make_prompt_cache(model), prompt, []
     for _ in range(steps + 1):
-        rows.append(np.array(model(mx.array([tokens]), cache=cache)[0, -1].astype(mx.float32)))
-        tokens = [int(rows[-1].argmax())]
-    return np.stack(rows)
+        logits = model(mx.array([tokens]), cache=cache)[0]
+        rows.append(np.array((logits if every else logits[-1:]).astype(mx.float32)))
+        tokens = [int(rows[-1][-1].argmax())]
+    return np.concatenate(rows)
+
+
+def in_passes(model: nn.Module, tokens: mx.array, step: int) -> mx.array:
+    """Logits of tokens ``[B, T]``, of which each call reads ``step``."""
+    cache = make_prompt_cache(model)
+    parts = [model(tokens[:, i : i + step], cache=cache) for i in range(0, tokens.shape[1], step)]
+    return mx.concatenate(parts, axis=1)
+
+
+def watched(patch: pytest.MonkeyPatch, owner, name: str, note=lambda *args: args) -> list:
+    """Note the arguments of all calls of a function, which does what it did. Return the notes."""
+    seen, real = [], getattr(owner, name)
+
+    def call(*args, **kwargs):
+        seen.append(note(*args, **kwargs))
+        return real(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+    return seen
 
 
 def near(got, want, bound: float = 1e-5) -> bool:
     """Whether ``got`` differs by at most ``bound`` times the largest number of ``want``."""
     got, want = np.array(got, np.float64), np.array(want, np.float64)
     return got.shape == want.shape and np.abs(got - want).max() <= bound * np.abs(want).max()
+
+
+def close(got, want) -> bool:
+    """Whether logits differ from ``want`` by at most 2e-4 of their standard deviation."""
+    return np.abs(got - want).max() <= 2e-4 * want.std()
 
 
 def assert_every_slot_is_there(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
     FAMILIES[name]                          how a small model of the family is configured
     NOT_STREAMED[name]                      the same for a family that moelab refuses
-    write_checkpoint(name, path, variant)   the checkpoint on disk, in mlx-lm's own layout
+    write_checkpoint(name, path)            the checkpoint on disk, in mlx-lm's own layout
 
 ``tests/streaming/test_families.py`` fails while mlx-lm has a family that is not listed here. For
 a new one add an entry to ``FAMILIES`` with what its config.json needs beyond ``COMMON``; the test
@@ -214,12 +214,6 @@ def variant_of(name: str) -> str:
     return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
 
 
-def mentions_experts() -> set[str]:
-    """The mlx-lm model files that mention experts and are not found by ``discover``."""
-    files = {name for name, text in MODEL_FILES.items() if "experts" in text}
-    return files - discover() - {"switch_layers"}
-
-
 def discover() -> set[str]:
     """mlx-lm's models that import SwitchGLU or SwitchMLP, or anything from a file that does."""
     imports, uses = {}, set()
@@ -235,10 +229,11 @@ def discover() -> set[str]:
     return {name for name, names in modules.items() if {"Model", "ModelArgs"} <= {*names}}
 
 
-def build(name: str) -> tuple[nn.Module, dict]:
+def build(name: str, **changes) -> tuple[nn.Module, dict]:
     """A random float32 model of the family, no parameter all zeros or ones, and its config."""
     mx.random.seed(zlib.crc32(name.encode()))
     config = FAMILIES[name].build_config(name)
+    config.get("text_config", config).update(changes)
     model_class, args_class = mlx_lm_utils._get_classes(copy.deepcopy(config))
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
 
@@ -266,10 +261,10 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {path: m for path, m in modules if isinstance(m, (SwitchGLU, SwitchMLP))}
 
 
-def write_checkpoint(name: str, path: Path, variant: str) -> Path:
+def write_checkpoint(name: str, path: Path, variant: str = "affine4", **changes) -> Path:
     """Write a random checkpoint of a family, as ``mlx_lm.convert`` would, and return its folder."""
     spec = VARIANTS[variant]
-    model, config = build(name)
+    model, config = build(name, **changes)
     # mlx-lm and real checkpoints keep some tensors in float32 (a model's cast_predicate).
     keep = getattr(model, "cast_predicate", lambda _: True)
     dtype = spec.get("dtype", mx.bfloat16)

@@ -13,19 +13,26 @@ from pathlib import Path
 import pytest
 
 from moelab.streaming.reading import native, reader
+from moelab.streaming.residency import layer
 
 
 def patch_preadv(patch: pytest.MonkeyPatch, preadv: Callable) -> None:
-    """Make all reads call a function in place of ``os.preadv``; none goes through native code."""
+    """Make all reads call ``preadv(os.preadv, fd, views, offset)``; none goes by native code."""
     patch.setattr(native, "loop", lambda: None)
     patch.setattr(native, "direct_loop", lambda: None)
-    patch.setattr(os, "preadv", preadv)
+    patch.setattr(os, "preadv", functools.partial(preadv, os.preadv))
 
 
 def read_in_threads(patch: pytest.MonkeyPatch) -> None:
     """Let the reader's threads make all reads, also of what the page cache holds."""
     patch.setattr(reader, "INLINE_NBYTES", 0)
     patch.setattr(reader, "CACHED_NBYTES", 0)
+
+
+def read_in_parts(patch: pytest.MonkeyPatch) -> None:
+    """Let threads read, and let the engine compute experts in parts, as it does with large ones."""
+    read_in_threads(patch)
+    patch.setattr(layer, "PART_NBYTES", 1)
 
 
 def edit_header(file: Path, edit: Callable) -> None:
@@ -38,39 +45,35 @@ def edit_header(file: Path, edit: Callable) -> None:
     file.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + n :])
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt in this thread before the n-th line of a package that runs."""
+@contextlib.contextmanager
+def interrupt(n, package):
+    """Raise KeyboardInterrupt before the n-th line of a package that runs; give a list of where."""
+    folder, lines, where = str(Path(package.__file__).parent), itertools.count(1), []
 
-    def __init__(self, n, package):
-        self.left, self.where, self._folder = n, None, str(Path(package.__file__).parent)
+    def enter(frame, event, arg):
+        return at_line if frame.f_code.co_filename.startswith(folder) else None
 
-    def __enter__(self):
-        sys.settrace(self._enter)
-        return self
+    def at_line(frame, event, arg):
+        if event == "line" and not _is_safe(frame.f_code, frame.f_lasti) and next(lines) == n:
+            where.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            raise KeyboardInterrupt
+        return at_line
 
-    def __exit__(self, *error):
+    sys.settrace(enter)
+    try:
+        yield where
+    finally:
         sys.settrace(None)
-
-    def _enter(self, frame, event, arg):
-        return self._line if frame.f_code.co_filename.startswith(self._folder) else None
-
-    def _line(self, frame, event, arg):
-        if event == "line" and not _is_safe(frame.f_code, frame.f_lasti):
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
-        return self._line
 
 
 def at_every_line(package, step, run):
     """Interrupt ``run`` before every ``step``-th line of a package, and yield each such place."""
     for n in itertools.count(1, step):
-        with Interrupt(n, package) as interrupt, contextlib.suppress(KeyboardInterrupt):
+        with interrupt(n, package) as where, contextlib.suppress(KeyboardInterrupt):
             run()
-        if interrupt.where is None and interrupt.left > 0:
+        if not where:
             return
-        yield interrupt.where
+        yield where[0]
 
 
 @functools.cache

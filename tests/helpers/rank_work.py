@@ -13,14 +13,12 @@ import sys
 
 import mlx.core as mx
 import numpy as np
-from common import greedy_logits
+from common import LONG, greedy_logits
 
 import moelab
 from moelab.streaming import ranks
 from moelab.streaming.model import load_model
 from moelab.streaming.session import session_of
-
-PROMPT, STEPS = [(31 * i + 5) % 96 for i in range(20)], 4
 
 
 def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) -> list[tuple]:
@@ -35,7 +33,7 @@ def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) ->
             read = np.zeros((len(layers), max(layer.num_experts for layer in layers)), bool)
             for layer in layers:
                 spy(layer, read[layer.index])
-            logits = greedy_logits(model, PROMPT, STEPS)
+            logits = greedy_logits(model, LONG[:20], 4)
             stats = moelab.stats(model)
         counts = stats.prefill.hits, stats.prefill.misses
         found.append((hashlib.sha256(logits.tobytes()).hexdigest(), read.tolist(), counts))

@@ -3,53 +3,41 @@
 import copy
 import functools
 
-import families
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from common import needs_kernels
+from common import LONG, close, in_passes, loaded, needs_kernels
 from mlx_lm.models import qwen3_5, qwen3_moe, qwen3_next
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from moelab import StreamConfig
 from moelab.hooks import hooked, replaced
 from moelab.kernels import layers
 from moelab.speculation.rollback import Rollback
-from moelab.streaming.model import load_model
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("small_matrices")]
 
 FAMILIES = "qwen3_5_moe", "qwen3_next", "qwen3_moe"
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11, 12]])
-# Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
-BOUND = 2e-4
 
 
 @pytest.fixture
 def load(stored):
-    def load(family, variant="affine4", **config):
-        config = {"mode": "resident", "kernels": "fast", **config}
-        return load_model(stored(family, variant), StreamConfig(**config))[0]
+    def load(family, variant="affine4", mode="resident", kernels="fast", **fields):
+        return loaded(stored(family, variant), mode=mode, kernels=kernels, **fields)
 
     return load
 
 
 def logits(model, tokens=TOKENS, step=1):
-    cache = make_prompt_cache(model)
-    parts = [model(tokens[:, i : i + step], cache=cache) for i in range(0, tokens.shape[1], step)]
-    return np.array(mx.concatenate(parts, axis=1))
-
-
-def close(got, want):
-    return np.abs(got - want).max() <= BOUND * want.std()
+    return np.array(in_passes(model, tokens, step))
 
 
 @pytest.mark.parametrize("variant", ("affine4", "affine8", "mxfp4", "plain32"))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_near_mlx_and_the_same_bits_in_any_passes_and_modes(family, variant, load):
-    tokens = mx.array([[(31 * i + 5) % families.VOCAB for i in range(layers.MOST_TOKENS + 8)]])
+    tokens = mx.array([LONG[: layers.MOST_TOKENS + 8]])
     want = logits(load(family, variant, kernels="mlx"), tokens)
     model = load(family, variant)
     got = logits(model, tokens)

@@ -13,13 +13,11 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import needs_kernels
+from common import loaded, needs_kernels
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
-from moelab import StreamConfig
 from moelab.kernels import layers, modules
-from moelab.streaming.model import load_model
 
 pytestmark = needs_kernels
 
@@ -71,8 +69,8 @@ def pairs(stored):
         patch.setattr(layers, "IN_PLACE_NBYTES", 0)
         made = {}
         for family in FAMILIES:
-            configs = (StreamConfig(mode="resident", kernels=k) for k in ("fast", "mlx"))
-            fast, mlx = (load_model(stored(family), config)[0] for config in configs)
+            of = {"path": stored(family), "mode": "resident"}
+            fast, mlx = (loaded(**of, kernels=kernels) for kernels in ("fast", "mlx"))
             caches = {}
             for B in (1, 2, 3):
                 caches[B] = make_prompt_cache(mlx)

@@ -8,21 +8,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from common import greedy_logits, near, needs_kernels
-from families import VOCAB, K
+from common import LONG, STREAMED, close, greedy_logits, loaded, near, needs_kernels
+from families import K
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3_next
 from mlx_lm.models.switch_layers import SwitchGLU
 
 from moelab import StreamConfig, kernels
 from moelab.kernels import attention, experts, modules
-from moelab.streaming.model import load_model
 from moelab.system import HERE, Mac
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("small_matrices")]
-
-# Largest difference of a logit to mlx-lm's, over the standard deviation of the logits.
-BOUND = 2e-4
 
 
 def quantize(module, **kwargs):
@@ -104,10 +100,10 @@ def test_large_inputs_and_those_that_are_no_numbers(bits, x, recwarn):
 @pytest.mark.parametrize("name", ("qwen3_moe", "qwen3_5_moe"))
 def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, variant, stored):
     path = stored(name, variant)
-    tokens = mx.array([PROMPT])
+    tokens = mx.array([LONG[:20]])
 
     def gradients(kernels_):
-        model, _ = load_model(path, StreamConfig(mode="resident", kernels=kernels_))
+        model = loaded(path, mode="resident", kernels=kernels_)
         model.train()
         _, grads = nn.value_and_grad(model, lambda x: model(x).square().mean())(tokens)
         return tree_flatten(grads)
@@ -154,24 +150,21 @@ FAMILIES = sorted(
     }
     | {("gpt_oss", "mxfp4"), ("gpt_oss", "affine4")}
 )
-PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
-LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
 
 
 @pytest.mark.parametrize("name, variant", FAMILIES)
 def test_every_family(name, variant, stored):
     path = stored(name, variant)
 
-    def logits(**config):
-        model, _ = load_model(path, StreamConfig(**config))
-        with model:
-            return [greedy_logits(model, prompt, 2) for prompt in (PROMPT, LONG_PROMPT)]
+    def logits(**fields):
+        with loaded(path, **fields) as model:
+            return [greedy_logits(model, LONG[:n], 2) for n in (20, 40)]
 
     mlx, fast = logits(mode="resident", kernels="mlx"), logits(mode="resident", kernels="fast")
     for got, want in zip(fast, mlx):
-        assert np.abs(got - want).max() <= BOUND * want.std()
+        assert close(got, want)
     assert not all(map(np.array_equal, fast, mlx))
-    for mode in ("serial", "buffers", "stacked", "fused"):
+    for mode in STREAMED:
         streamed = logits(mode=mode, kernels="fast", slots=K + 1)
         assert all(map(np.array_equal, streamed, fast)), mode
 
@@ -187,5 +180,5 @@ def test_auto_kernels_and_half_precision_that_is_streamed_the_way_of_mlx(stored)
     assert chosen(dtype="bfloat16", kernels="fast") == "fast"  # as asked
     path = stored("qwen3_moe", "mxfp4")
     half = dict(kernels="fast", dtype="bfloat16", slots=K + 1)
-    of = (load_model(path, StreamConfig(mode=mode, **half))[0] for mode in ("fused", "resident"))
-    assert mx.array_equal(*(model(mx.array([PROMPT])) for model in of))
+    of = (loaded(path, mode=mode, **half) for mode in ("fused", "resident"))
+    assert mx.array_equal(*(model(mx.array([LONG[:20]])) for model in of))

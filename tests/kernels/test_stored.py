@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import watched
 
 from moelab.kernels import code, quantized
 
@@ -26,11 +27,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def compiled(monkeypatch):
     """A list that grows by each kernel that is compiled."""
-    names, compile = [], code.Code.compile
-    monkeypatch.setattr(
-        code.Code, "compile", lambda self: names.append(type(self).__name__) or compile(self)
-    )
-    return names
+    return watched(monkeypatch, code.Code, "compile", lambda self: type(self).__name__)
 
 
 def pack():

@@ -3,10 +3,11 @@
 import argparse
 import re
 
+import drafting
 import families
 import mlx.core as mx
 import pytest
-import recurrent
+from common import TINY_MOE
 from mlx.utils import tree_map
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
@@ -18,13 +19,13 @@ from moelab.commands.server import prompts as module
 from moelab.commands.server.prompts import Prompts
 from moelab.speculation.generate import speculative_generate_step
 
-TEXT = recurrent.ids(0, 60, vocab=families.VOCAB - 4)[0].tolist()
+TEXT = drafting.ids(0, 60, vocab=families.VOCAB - 4)[0].tolist()
 
 
 @pytest.fixture(scope="module", params=["hybrid", "attention"])
 def model(request):
     """tiny-moe's recurrent states cannot be trimmed; a small attention-only model's can."""
-    return recurrent.tiny() if request.param == "hybrid" else families.build("qwen3_moe")[0]
+    return drafting.trained() if request.param == "hybrid" else families.build("qwen3_moe")[0]
 
 
 def read(model, tokens, cache=None):
@@ -126,7 +127,7 @@ def test_what_is_forgotten(model, monkeypatch):
 TEXTS = [TEXT[i:] for i in range(4)]
 
 
-def files_of(folder, model=recurrent.TINY, draft=None, config=None, **options):
+def files_of(folder, model=TINY_MOE, draft=None, config=None, **options):
     given = dict(adapter_path=None, kv_bits=None, kv_group_size=64, quantized_kv_start=0)
     given |= dict(trust_remote_code=False, prompt_cache_dir=str(folder), model=str(model))
     args = argparse.Namespace(**given | {"draft_model": draft and str(draft)} | options)
@@ -142,7 +143,7 @@ def saved(folder, *texts, size=10, **options):
     """The folder's files, oldest first, after a server started, kept texts and ended."""
     prompts = restored(folder, size, **options)
     for text in texts:
-        prompts.keep(text, read(recurrent.tiny(), text)[0], "user")
+        prompts.keep(text, read(drafting.trained(), text)[0], "user")
     prompts.close()
     return sorted(folder.iterdir(), key=lambda f: f.lstat().st_mtime_ns)
 
@@ -155,7 +156,7 @@ def cached(prompts, *texts):
 def test_the_caches_of_a_draft(name, tmp_path):
     """A draft's caches are kept, too: the same drafts are accepted as without a restart."""
     name = name if name == "lookup" else DATA / "models" / name
-    draft, model, text = open_draft(name), recurrent.tiny(), (TEXT[:8] * 6)[:45]
+    draft, model, text = open_draft(name), drafting.trained(), (TEXT[:8] * 6)[:45]
 
     def write(tokens, cache):
         given = dict(max_tokens=12, prompt_cache=cache, num_draft_tokens=3)

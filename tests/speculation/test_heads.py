@@ -1,7 +1,4 @@
-"""Drafts that read the target's states: DFlash against numpy, and models' own heads (MTP).
-
-The tests compare their equations with others' code, and check caches and texts of trained drafts.
-"""
+"""Drafts that read the target's states: DFlash, and models' own heads (MTP)."""
 
 import json
 import re
@@ -14,16 +11,14 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from common import FAST, needs_kernels
+from common import FAST, TINY_MOE, needs_kernels
 from draft_files import D, L, V, b, target, write_draft
-from drafting import MODELS, plain, steps, texts, trained
-from families import build
+from drafting import MODELS, difference, plain, seen, steps, texts, trained
+from families import GATE_UP_DOWN, HUGGING_FACE, build
 from faults import at_every_line
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
-from recurrent import difference
-from recurrent import seen as seen_in
 from tiny_drafts import DRAFTS
 
 from moelab import kernels, speculation
@@ -113,14 +108,14 @@ def test_capture_hears_its_layers_and_leaves_nothing():
     capture = Capture(model, (4, 1))
     with capture:
         model(ids)
-    with capture as seen, Capture(model, (1,)) as inner:  # it can be entered again
+    with capture as heard, Capture(model, (1,)) as inner:  # it can be entered again
         cache = make_prompt_cache(model)
         model(ids[:, :2], cache=cache)
-        assert seen.features.shape == (1, 2, 2 * D)
+        assert heard.features.shape == (1, 2, 2 * D)
         model(ids[:, 2:], cache=cache)
         other(ids)
     expected = mx.concatenate([outputs[4], outputs[1]], -1)  # the features of both calls
-    assert mx.allclose(seen.features, expected, atol=1e-5)
+    assert mx.allclose(heard.features, expected, atol=1e-5)
     assert mx.allclose(inner.features, outputs[1], atol=1e-5)
     with pytest.raises(RuntimeError, match="stop"), Capture(model, (0, 5)):
         assert type(model.layers[0]) is not classes[0]
@@ -147,7 +142,7 @@ def test_drafts_that_do_not_fit_and_folders_without_one(changes, of_target, mess
     with pytest.raises(ValueError, match=message):
         DFlashDraft(tmp_path).bind(target(**of_target))
     (tmp_path / "model.safetensors").unlink()
-    no_drafts = {MODELS / "tiny-moe": "ModelDraft", tmp_path / "nowhere": "expected a DFlash draft"}
+    no_drafts = {TINY_MOE: "ModelDraft", tmp_path / "nowhere": "expected a DFlash draft"}
     for folder, said in {**no_drafts, tmp_path: str(tmp_path)}.items():
         with pytest.raises(CheckpointError, match=said):
             DFlashDraft(folder)
@@ -178,10 +173,9 @@ def test_scales_wider_than_their_layer(name, tmp_path):
 
 
 def test_a_long_text_is_read_in_parts_that_take_little_memory():
-    target, draft = mlx_lm.load(str(MODELS / "tiny-moe"))[0], DFlashDraft(MODELS / "tiny-dflash")
-    size = len(draft.layer_ids) * draft.model.args.hidden_size
-    features = mx.zeros((1024, size))
-    draft.bind(target)
+    draft = DFlashDraft(MODELS / "tiny-dflash")
+    features = mx.zeros((1024, len(draft.layer_ids) * draft.model.args.hidden_size))
+    draft.bind(mlx_lm.load(str(TINY_MOE))[0])
     mx.eval(features)
     mx.clear_cache()
     before = mx.get_active_memory()
@@ -199,10 +193,10 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
 def test_acceptance_and_the_targets_own_text(name, n, least):
-    """Held-out code: the target's own text, and a tau far above 1.0, that of an untrained draft."""
-    model, draft = trained(kernels="auto"), open_draft(MODELS / name)
+    """The text is as without drafts. On held-out code tau is far above an untrained draft's 1.0."""
+    model, draft = trained(), open_draft(MODELS / name)
     accepted = []
-    for prompt in heldout_prompts(MODELS / "tiny-moe", "code", 64)[::60][:2]:
+    for prompt in heldout_prompts(TINY_MOE, "code", 64)[::60][:2]:
         made = steps(model, prompt, draft, n, 48)
         assert [t for t, *_ in made] == plain(model, prompt, 48)
         rounds = dict.fromkeys(r for *_, r in made)
@@ -220,33 +214,28 @@ def written(i, tokens, kernels):
 @pytest.mark.parametrize("name", ["tiny-dflash", "tiny-draft"])
 @pytest.mark.parametrize("i", range(2 if FAST else 5))
 def test_greedy_text_at_every_block_size(name, mode, kernels, i):
-    """A block counts the token before the drafts, too.
-
-    With MLX's kernels a token may differ only if its logit ties with the expected one within 1e-4.
-    With the fast kernels none may.
-    """
+    """Only MLX's kernels may choose another token, and only if two tokens tie within 1e-4."""
     tokens = 24 if FAST else 100
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
     draft = open_draft(MODELS / name, kernels)
-    for block in (2, 7, 16):
+    for block in (2, 7, 16):  # the token before the drafts is counted
         made = steps(trained(mode, kernels), prompt, draft, block - 1, tokens)
         got = [t for t, *_ in made]
         assert len(got) == tokens
-        at = next((j for j in range(tokens) if got[j] != expected[j]), None)
-        assert kernels == "mlx" or at is None, (block, at)
-        if at is not None:
+        if got != expected:
+            at = next(j for j in range(tokens) if got[j] != expected[j])
+            assert kernels == "mlx", (block, at)
             logits = trained(kernels=kernels)(mx.array([prompt + expected[:at]]))[0, -1]
             gap = (logits[expected[at]] - logits[got[at]]).item()
             assert abs(gap) <= 1e-4, (block, at, gap)
 
 
-TINY_MOE, HEAD = MODELS / "tiny-moe", MODELS / "tiny-mtp"
-T = 9
+HEAD, T = MODELS / "tiny-mtp", 9
 
 
-def random_weights(module, seed=1):
+def random_weights(module):
     """Random weights for a module's parameters, by name; norms have values as in trained models."""
-    mx.random.seed(seed)
+    mx.random.seed(1)
     shapes = {k: p.shape for k, p in tree_flatten(module.parameters())}
     near = {
         k: ("norm" in k and len(s) == 1) * (1.75 if "k_norm" in k or "q_norm" in k else 1)
@@ -255,39 +244,20 @@ def random_weights(module, seed=1):
     return {k: 0.1 * mx.random.normal(s) + near[k] for k, s in shapes.items()}
 
 
-def write(folder, weights, config, file="model.safetensors"):
-    mx.save_safetensors(str(folder / file), weights)
-    (folder / f"._{file}").write_bytes(b"Finder's")  # a Mac adds it on a foreign drive
+def write(folder, weights, config):
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "._model.safetensors").write_bytes(b"Finder's")  # a Mac adds it on foreign drives
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def qwen_head(config):
-    """mlx-vlm's head for a configuration of Qwen3.5's text model, and its weights by name."""
-    pytest.importorskip("mlx_vlm")
-    from mlx_vlm.speculative.drafters.qwen3_5_mtp import ModelConfig
-    from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
-
-    head = Qwen3_5MTPDraftModel(ModelConfig.from_dict({"text_config": dict(config)}))
-    weights = random_weights(head)
-    head.load_weights(list(weights.items()))
-    return head, weights
 
 
 def in_original_form(name, weights):
     """The tensors of a head, with the names and forms of an original checkpoint of Qwen's."""
     raw = {f"mtp.{k}": w - 1 if w.ndim == 1 and "norm" in k else w for k, w in weights.items()}
-    mlp = "mtp.layers.0.mlp."
-    found = {p: raw.pop(f"{mlp}switch_mlp.{p}_proj.weight") for p in ("gate", "up", "down")}
-    if name == "qwen3_next":
-        each = {
-            f"{mlp}experts.{e}.{p}_proj.weight": w[e]
-            for p, w in found.items()
-            for e in range(len(w))
-        }
-        return raw | each
-    raw[f"{mlp}experts.gate_up_proj"] = mx.concatenate([found["gate"], found["up"]], axis=1)
-    return raw | {f"{mlp}experts.down_proj": found["down"]}
+    mlp = "mtp.layers.0.mlp"
+    found = {(p, "weight"): raw.pop(f"{mlp}.switch_mlp.{p}.weight") for p in GATE_UP_DOWN}
+    _, convert = HUGGING_FACE[name.replace("next", "moe")]
+    return raw | convert(mlp, found)
 
 
 def same(head, expected, D):
@@ -302,7 +272,9 @@ def same(head, expected, D):
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next", "qwen3_5_mtp"])
 def test_a_head_of_qwen_computes_as_in_mlx_vlm(name, tmp_path):
     config = json.loads((TINY_MOE / "config.json").read_text())["text_config"]
-    theirs, weights = qwen_head(config)
+    library = pytest.importorskip("mlx_vlm.speculative.drafters.qwen3_5_mtp")
+    theirs = library.Model(library.ModelConfig.from_dict({"text_config": dict(config)}))
+    theirs.load_weights(list((weights := random_weights(theirs)).items()))
     told = {"model_type": name, "text_config": config}
     if name == "qwen3_next":
         rope = config["rope_parameters"]
@@ -430,7 +402,6 @@ def test_a_strangers_head_is_found_and_its_drafts_accepted(form, tmp_path, capsy
         assert accepted / drafted > 0.5 and not said
 
 
-STREAMED = {"mode": "fused", "kernels": "auto"}
 MODES = [("resident", 16), ("fused", 16), ("stacked", 48)]
 MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 
@@ -439,7 +410,7 @@ MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 @pytest.mark.parametrize("n", [1, 3, "auto"])
 def test_text_and_cache_are_as_without_guesses(mode, slots, n):
     """The text is the target's; the head's cache is as if the head had read all of it at once."""
-    model, tokens = trained(mode=mode, kernels="auto", slots=slots), 24 if FAST else 300
+    model, tokens = trained(mode, slots=slots), 24 if FAST else 300
     for prompt in texts(2 if FAST else 20 if n == 3 and mode != "serial" else 4):
         draft, own = MTPDraft(HEAD), make_prompt_cache(model)
         cache = [*own, *draft.make_cache()]
@@ -450,18 +421,18 @@ def test_text_and_cache_are_as_without_guesses(mode, slots, n):
         expected, again = plain(model, prompt, **sampled), MTPDraft(HEAD)
         mx.random.seed(7)
         assert [t for t, *_ in steps(model, prompt, again, n, **sampled)] == expected
-        with Capture(model, draft.layer_ids) as seen:
+        with Capture(model, draft.layer_ids) as heard:
             model(mx.array([[*prompt, *made]]), cache=make_prompt_cache(model))
         again = MTPDraft(HEAD)
         again.bind(model)
-        again.extend(mx.array([*prompt, *made], mx.uint32), seen.features[0])
+        again.extend(mx.array([*prompt, *made], mx.uint32), heard.features[0])
         again.propose(0, 0, None)
-        largest = max(mx.abs(a).max().item() for c in again.cache for a in seen_in(c))
+        largest = max(mx.abs(a).max().item() for c in again.cache for a in seen(c))
         assert difference(cache[len(own) :], again.cache) < 1e-4 * largest
 
 
 def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
-    model, draft, prompt = trained(**STREAMED), MTPDraft(HEAD), texts(2, 8)[0]
+    model, draft, prompt = trained("fused"), MTPDraft(HEAD), texts(2, 8)[0]
     wanted, places, step = plain(model, prompt, 5), 0, 97 if FAST else 1
     for where in at_every_line(speculation, step, lambda: steps(model, prompt, draft, 3, 5)):
         assert [t for t, *_ in steps(model, prompt, draft, 3, 5)] == wanted, where
@@ -470,7 +441,7 @@ def test_an_interrupt_at_any_line_leaves_model_and_head_usable():
 
 
 def test_texts_in_turn_go_on_from_their_caches_in_another_thread():
-    model, draft, prompts = trained(**STREAMED), MTPDraft(HEAD), texts(2)
+    model, draft, prompts = trained("fused"), MTPDraft(HEAD), texts(2)
     own = [make_prompt_cache(model) for _ in prompts]
     drafted = [[*make_prompt_cache(model), *draft.make_cache()] for _ in prompts]
     for given in (prompts, [[17, 5], [300]], [[9], [21, 4, 8]]):

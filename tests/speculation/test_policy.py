@@ -6,8 +6,7 @@ from itertools import cycle, islice
 
 import numpy as np
 import pytest
-from drafting import PROMPT, Guess, repeat, steps
-from recurrent import build
+from drafting import PROMPT, Guess, build, repeat, steps
 
 from moelab.speculation.drafts import ModelDraft, learned_policy
 from moelab.speculation.policy import Policy
@@ -86,13 +85,10 @@ def speed(world, num_tokens, policy=None):
 def drawn_worlds():
     """Yield worlds that numpy draws: Hypothesis's draws depend on numbers in the package."""
     rng = np.random.default_rng(0)
+    highest = {"accept": 0.98, "each": 1.2, "block": 1, "one": 0.5, "fixed": 0.5}
     while True:
         yield World(
-            accept=rng.uniform(0, 0.98),
-            each=rng.uniform(0, 1.2),
-            block=rng.uniform(0, 1),
-            one=rng.uniform(0, 0.5),
-            fixed=rng.uniform(0, 0.5),
+            **{name: rng.uniform(0, high) for name, high in highest.items()},
             saturation=rng.uniform(1, 30),
             miss=rng.choice([0, rng.uniform(0, 0.1)]),
             seed=rng.integers(10),
@@ -120,11 +116,8 @@ def test_it_rarely_costs_more_than_three_percent():
 
 
 def pays(world):
-    """Whether drafting gains 50% or more, and a failed draft costs half a token or less.
-
-    Where a failed draft costs more, the bound on losses lets the policy try so rarely that it may
-    not find the gain within 2000 tokens.
-    """
+    """Whether drafting gains 50% or more, and a failed draft costs half a token or less."""
+    # If it costs more, the bound on losses lets the policy try too rarely in 2000 tokens.
     failed_s = world.draft_s(1) + world.verify_s(2) - 1 + 4 * world.miss
     return failed_s <= 0.5 and world.best() >= 1.5
 

@@ -1,42 +1,64 @@
-"""Rollback: every cache equals that of decoding only the accepted tokens (``recurrent.play``).
-
-``test_restoring_without_the_accepted_tokens_drifts`` is the negative control. At the end comes the
-CUDA kernel of the gated delta rule: ``Rollback`` uses its states.
-"""
+"""Rollback: every cache equals that of decoding only the accepted tokens (``play``)."""
 
 import copy
 import importlib
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from hypothesis import given, settings
+from common import loaded, tries, watched
+from drafting import DENSE, build, difference, ids, trained
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 from mlx_lm.models import cache as caching
 from mlx_lm.models.gated_delta import gated_delta_ops
-from recurrent import (
-    DENSE,
-    FEW,
-    ONLY_RESTORED,
-    ROUNDS,
-    TOLERANCE,
-    WITH_EXPERTS,
-    build,
-    difference,
-    ids,
-    one_by_one,
-    play,
-    start,
-    tiny,
-    with_wide_heads,
-)
 
 import moelab
 from moelab.hooks import hooked
 from moelab.speculation import gated_delta_cuda, rollback
 from moelab.speculation.rollback import Rollback
-from moelab.streaming.model import load_model
+
+TOLERANCE = 1e-5
+# Without Phase.shrink, which takes minutes.
+FEW = tries(40, derandomize=True, phases=(Phase.explicit, Phase.generate))
+WITH_EXPERTS = ["bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "granitemoehybrid"]
+WITH_EXPERTS += ["jamba", "kimi_k3", "kimi_linear", "lfm2_moe", "longcat_flash_ngram"]
+WITH_EXPERTS += ["nemotron_h", "qwen3_5_moe", "qwen3_next"]
+ONLY_RESTORED = {"longcat_flash_ngram", "recurrent_gemma", "rwkv7", "baichuan_m1"}
+ROUNDS = [(6, 3), (6, 6), (4, 1), (9, 8), (1, 1), (3, 0), (1, 0), (16, 2), (2, 1)]
+
+
+def one_by_one(model, cache, tokens):
+    """Decode tokens [B, T], each in a pass of its own."""
+    for t in range(tokens.shape[1]):
+        mx.eval(model(tokens[:, t : t + 1], cache=cache))
+
+
+def play(model, caches, rounds, strategy="auto", seed=0, batch=1):
+    """Assert that rounds (tokens read, tokens kept) leave the caches of plain decoding."""
+    cache, reference = caches
+    r = Rollback(model, cache, strategy)
+    tokens, i = ids(seed, sum(m for m, _ in rounds), batch), 0
+    for m, keep in rounds:
+        mx.eval(r(tokens[:, i : i + m]))
+        r.undo(m - keep)
+        r.commit()
+        one_by_one(model, reference, tokens[:, i : i + keep])
+        i += keep
+        assert difference(cache, reference) <= TOLERANCE
+
+
+def start(model, prompt):
+    """A cache that has read a prompt [B, T]."""
+    cache = caching.make_prompt_cache(model)
+    if prompt.shape[1]:
+        mx.eval(model(prompt, cache=cache))
+    return cache
+
+
+def pair(model, prompt):
+    """Two caches that have read a prompt."""
+    return start(model, prompt), start(model, prompt)
 
 
 @pytest.mark.parametrize("strategy", ["restore", "replay", "states", "auto"])
@@ -48,7 +70,7 @@ def test_every_recurrent_family(name, strategy):
         with pytest.raises(ValueError, match=f"'{strategy}' is not known for every .*{name}"):
             Rollback(model, start(model, prompt), strategy)(ids(2, 3))
         return
-    assert play(model, start(model, prompt), start(model, prompt), ROUNDS, strategy) <= TOLERANCE
+    play(model, pair(model, prompt), ROUNDS, strategy)
 
 
 def test_no_recurrent_family_is_forgotten():
@@ -58,36 +80,18 @@ def test_no_recurrent_family_is_forgotten():
     assert using - inherit <= {*WITH_EXPERTS, *DENSE}
 
 
-splits = st.lists(
-    st.integers(1, 9).flatmap(lambda m: st.tuples(st.just(m), st.integers(0, m))),
-    min_size=1,
-    max_size=4,
-)
+a_round = st.integers(1, 9).flatmap(lambda m: st.tuples(st.just(m), st.integers(0, m)))
+splits = st.lists(a_round, min_size=1, max_size=4)
+names = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "mamba", "falcon_h1", "the trained model"]
 strategies = st.sampled_from(["restore", "replay", "states"])
 
 
 @FEW
-@given(
-    st.sampled_from(["qwen3_5_moe", "qwen3_next", "nemotron_h", "mamba", "falcon_h1"]),
-    strategies,
-    st.integers(0, 12),
-    splits,
-    st.integers(1, 3),
-)
+@given(st.sampled_from(names), strategies, st.integers(0, 12), splits, st.integers(1, 3))
 def test_any_splits(name, strategy, prompt, rounds, batch):
-    model, prompt = build(name), ids(3, prompt, batch)
-    caches = start(model, prompt), start(model, prompt)
-    assert play(model, *caches, rounds, strategy, len(rounds), batch) <= TOLERANCE
-
-
-@settings(FEW, max_examples=8)
-@given(strategies, st.integers(1, 40), splits)
-def test_any_splits_of_the_trained_model(strategy, prompt, rounds):
-    """Token ids are random, but states are those of a trained model."""
-    model = tiny()
-    prompt = ids(prompt, prompt, vocab=8192)
-    caches = start(model, prompt), start(model, prompt)
-    assert play(model, *caches, rounds, strategy, 5, vocab=8192) <= TOLERANCE
+    model = trained() if name == names[-1] else build(name)
+    caches = pair(model, ids(3, prompt, batch))
+    play(model, caches, rounds, strategy, len(rounds), batch)
 
 
 @FEW
@@ -96,9 +100,8 @@ def test_a_window_that_has_wrapped(size, prompt, rounds, together):
     """A full ``RotatingKVCache`` overwrites its oldest tokens; rollback restores them."""
     model, prompt = build("qwen3_moe"), ids(4, prompt)
     caches = [[caching.RotatingKVCache(size) for _ in model.layers] for _ in range(2)]
-    if prompt.shape[1]:
-        for c in caches:
-            one_by_one(model, c, prompt)
+    for c in caches:
+        one_by_one(model, c, prompt)
     if together:  # several passes before one undo
         r, tokens = Rollback(model, caches[0]), ids(5, sum(m for m, _ in rounds))
         i = 0
@@ -110,28 +113,25 @@ def test_a_window_that_has_wrapped(size, prompt, rounds, together):
         one_by_one(model, caches[1], tokens[:, :stay])
         assert difference(*caches) <= TOLERANCE
         rounds = rounds[1:]
-    assert play(model, *caches, rounds, "auto") <= TOLERANCE
-    following = [(1, 1), (1, 1), (3, 3)]
-    assert play(model, *caches, following, "auto", 7) <= TOLERANCE
+    play(model, caches, rounds)
+    play(model, caches, [(1, 1), (1, 1), (3, 3)], seed=7)
 
 
-def test_the_families_own_windows_and_chunks():
-    for name in ("gpt_oss", "llama4", "gemma4_text", "deepseek_v32"):
-        model, prompt = build(name), ids(1, 11)
-        caches = start(model, prompt), start(model, prompt)
-        assert play(model, *caches, ROUNDS, "auto") <= TOLERANCE, name
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4", "gemma4_text", "deepseek_v32"])
+def test_the_families_own_windows_and_chunks(name):
+    play(build(name), pair(build(name), ids(1, 11)), ROUNDS)
 
 
 @FEW
 @given(st.integers(1, 9), splits)
 def test_quantized_keys_and_values(prompt, rounds):
-    model, prompt = with_wide_heads(), ids(6, prompt)
-    caches = [start(model, prompt) for _ in range(2)]
+    model, prompt = build("qwen3_5_moe", head_dim=32), ids(6, prompt)  # the least that is quantized
+    caches = pair(model, prompt)
     form = {"group_size": 32, "bits": 8}
     for c in caches:
         c[:] = [x.to_quantized(**form) if hasattr(x, "to_quantized") else x for x in c]
     assert any(isinstance(x, caching.QuantizedKVCache) for x in caches[0])
-    assert play(model, *caches, rounds, "auto") <= TOLERANCE
+    play(model, caches, rounds)
 
 
 @pytest.mark.parametrize("strategy", ["restore", "replay", "states"])
@@ -141,7 +141,7 @@ def test_a_batch_with_left_padding(strategy):
     for _ in range(2):
         rows = [start(model, ids(i, n)) for i, n in enumerate((5, 9))]
         caches.append([layer[0].merge(list(layer)) for layer in zip(*rows)])
-    assert play(model, *caches, [(4, 2), (3, 3), (5, 0), (6, 1)], strategy, batch=2) <= TOLERANCE
+    play(model, caches, [(4, 2), (3, 3), (5, 0), (6, 1)], strategy, batch=2)
 
     padded = []
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_batch_with_left_padding(strategy):
                 fresh[i] = both = type(c).merge([c, c])
                 both.left_padding, both.offset = mx.array([3, 0]), mx.array([-3, 0])
         padded.append(fresh)
-    assert play(model, *padded, [(8, 2), (5, 4), (3, 1), (4, 4)], strategy, batch=2) <= TOLERANCE
+    play(model, padded, [(8, 2), (5, 4), (3, 1), (4, 4)], strategy, batch=2)
     assert padded[0][0].left_padding.tolist() == padded[1][0].left_padding.tolist()
 
 
@@ -161,7 +161,7 @@ def test_undo_reaches_over_passes():
     model = build("qwen3_5_moe")
     for strategy in ("restore", "replay", "states"):
         for stay in range(10):
-            cache, reference, tokens = start(model, ids(1, 4)), start(model, ids(1, 4)), ids(2, 9)
+            (cache, reference), tokens = pair(model, ids(1, 4)), ids(2, 9)
             r = Rollback(model, cache, strategy)
             for a, b in ((0, 3), (3, 4), (4, 9)):
                 r(tokens[:, a:b])
@@ -179,9 +179,9 @@ def test_undo_reaches_over_passes():
 
 def test_restoring_without_the_accepted_tokens_drifts():
     """The negative control restores the state, as SwiftLM does, and reads no token again."""
-    model = tiny()
+    model = trained()
     prompt, tokens = ids(1, 20, vocab=8192), ids(2, 8, vocab=8192)
-    cache, reference = start(model, prompt), start(model, prompt)
+    cache, reference = pair(model, prompt)
     before = [list(c.cache) if isinstance(c, caching.ArraysCache) else None for c in cache]
     model(tokens, cache=cache)
     for c, arrays in zip(cache, before):
@@ -202,23 +202,16 @@ def test_one_model_does_not_see_the_other():
     functions = [dict(vars(m)) for m in modules]
     during = {}
 
-    class Spy(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
+    def spy(original, x):
+        during["functions"] = [dict(vars(m)) for m in modules]
+        during["other"] = [type(m) for _, m in other.named_modules()]
+        during["own"] = type(model.layers[0].linear_attn)
+        if during.get("fail"):
+            raise RuntimeError("in the middle of a pass")
+        return original(x)
 
-        def __call__(self, x):
-            during["functions"] = [dict(vars(m)) for m in modules]
-            during["other"] = [type(m) for _, m in other.named_modules()]
-            during["own"] = type(model.layers[0].linear_attn)
-            if during.get("fail"):
-                raise RuntimeError("in the middle of a pass")
-            return self.inner(x)
-
-    layer, cache = model.layers[-1], start(model, ids(1, 4))
-    reference, mlp = start(model, ids(1, 4)), layer.mlp
-    layer.mlp = Spy(mlp)
-    try:
+    cache, reference = pair(model, ids(1, 4))
+    with hooked(model.layers[-1].mlp, spy):
         r = Rollback(model, cache, "replay")
         r(ids(2, 3))
         assert during["own"] is not own and during["own"] is not type(other.layers[0].linear_attn)
@@ -228,8 +221,6 @@ def test_one_model_does_not_see_the_other():
         during["fail"] = True
         with pytest.raises(RuntimeError, match="middle"):
             r(ids(2, 3))
-    finally:
-        layer.mlp = mlp
     assert [type(m) for _, m in model.named_modules()] == kinds
     assert [dict(vars(m)) for m in modules] == functions
     assert r.undoable == 0 and difference(cache, reference) == 0, "caches are as they were"
@@ -259,10 +250,9 @@ def test_hooks_of_others_are_called_in_a_recorded_pass():
 
 
 def test_streamed(hybrid):
-    with load_model(hybrid, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
+    with loaded(hybrid, mode="fused", slots=4) as model:
         for strategy in ("restore", "replay", "states"):
-            caches = start(model, ids(1, 6)), start(model, ids(1, 6))
-            assert play(model, *caches, ROUNDS, strategy) <= TOLERANCE
+            play(model, pair(model, ids(1, 6)), ROUNDS, strategy)
         before = moelab.stats(model).prefill.calls
         r = Rollback(model, start(model, ids(1, 6)), "auto")
         r(ids(2, 6))
@@ -310,6 +300,9 @@ def test_auto_keeps_states_while_they_are_small(monkeypatch):
     assert held() < states_nbytes / 2, "inputs take less"
 
 
+# The CUDA kernel of the gated delta rule. ``Rollback`` uses its states.
+
+
 def loop(q, k, v, g, beta, state, mask=None, every=False):
     """Compute with mlx-lm's loop what the kernel computes."""
     ys, states = [], []
@@ -323,18 +316,10 @@ def loop(q, k, v, g, beta, state, mask=None, every=False):
 @pytest.mark.parametrize("strategy", ["restore", "replay", "states"])
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "kimi_linear", "olmo_hybrid"])
 def test_rollback_takes_its_states(name, strategy, monkeypatch):
-    asked = []
-
-    def kernel(*args, every=False):
-        asked.append(every)
-        return loop(*args, every=every)
-
-    model = build(name)
-    prompt = ids(3, 5)
-    cache, reference = start(model, prompt), start(model, prompt)
     monkeypatch.setattr(gated_delta_cuda, "fits", lambda mask=None, **_: mask is None)
-    monkeypatch.setattr(gated_delta_cuda, "gated_delta", kernel)
-    assert play(model, cache, reference, ROUNDS, strategy) <= TOLERANCE
+    monkeypatch.setattr(gated_delta_cuda, "gated_delta", loop)
+    asked = watched(monkeypatch, gated_delta_cuda, "gated_delta", lambda *_, every=False: every)
+    play(build(name), pair(build(name), ids(3, 5)), ROUNDS, strategy)
     assert set(asked) == {"restore": set(), "replay": {False}, "states": {True}}[strategy]
 
 

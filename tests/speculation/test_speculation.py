@@ -5,19 +5,17 @@ import copy
 import mlx.core as mx
 import mlx_lm
 import pytest
-from common import FAST
-from drafting import PROMPT, Guess, plain, repeat, steps, told
+from common import FAST, TINY_MOE, loaded
+from drafting import PROMPT, Guess, V, build, difference, ids, plain, repeat, steps, told, trained
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
-from recurrent import TINY, V, build, difference, ids, tiny, with_wide_heads
 
 import moelab
 from moelab.speculation.drafts import LookupDraft, ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
-from moelab.streaming.model import load_model
 
 # These arguments are refused. max_tokens=-1 is not: mlx-lm documents it as no limit.
 NUMBERS = {
@@ -32,14 +30,8 @@ HYBRIDS = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "jamba", "gpt_oss", "qwen3
 def test_greedy_tokens_are_the_targets(name):
     model, other = build(name), build("qwen3_moe")
     expected = plain(model, PROMPT)
-    drafts = [
-        ModelDraft(model),
-        ModelDraft(other),
-        Guess(repeat),
-        LookupDraft(),
-        Guess(told(PROMPT + expected)),
-        Guess(lambda *_: []),
-    ]
+    drafts = [ModelDraft(model), ModelDraft(other), Guess(repeat), LookupDraft()]
+    drafts += [Guess(told(PROMPT + expected)), Guess(lambda *_: [])]
     for n in (0, 1, 2, 4, 7, 15) if FAST else range(0, 17):
         for draft in drafts if n in (1, 4, 15) else drafts[n % len(drafts) :][:1]:
             got = steps(model, PROMPT, draft, n)
@@ -84,16 +76,16 @@ def test_the_same_seed_writes_the_same_text(sampling, processing):
 
 
 def test_stop_tokens_inside_a_block():
-    model, tokenizer = tiny(), load_tokenizer(TINY)
+    model, tokenizer = trained(), load_tokenizer(TINY_MOE)
     prompt = "import numpy as np\n\ndef softmax(x, axis=-1):"
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=20)]
     for i in (2, 5, 6):
         wrapper = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=[expected[i]])
         cache, other = make_prompt_cache(model), make_prompt_cache(model)
-        options = dict(max_tokens=20, prompt_cache=other)
-        reference = list(mlx_lm.stream_generate(model, wrapper, prompt, **options))
+        given = model, wrapper, prompt
+        reference = [*mlx_lm.stream_generate(*given, max_tokens=20, prompt_cache=other)]
         options = dict(max_tokens=20, num_draft_tokens=5, prompt_cache=cache)
-        got = list(speculative_generate(model, wrapper, prompt, ModelDraft(model), **options))
+        got = [*speculative_generate(*given, ModelDraft(model), **options)]
         assert [r.token for r in got] == [r.token for r in reference]
         assert got[-1].finish_reason == "stop"
         assert "".join(r.text for r in got) == "".join(r.text for r in reference)
@@ -134,8 +126,8 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
 
 
 def test_no_pass_reads_past_where_a_cache_is_quantized():
-    """With 2 bits a token's probabilities show whether its pass read a quantized cache."""
-    model = with_wide_heads()
+    """With 2 bits a token's probabilities show whether the cache was quantized when it was read."""
+    model = build("qwen3_5_moe", head_dim=32)  # the least that can be quantized
     kwargs = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=15, max_tokens=20)
     expected = list(generate_step(mx.array(PROMPT), model, **kwargs))
     text = PROMPT + [t for t, _ in expected]
@@ -232,7 +224,7 @@ def test_a_draft_that_fails_leaves_the_target_whole():
 
 
 def test_bad_input():
-    model, small, window = tiny(), build("qwen3_5_moe"), build("qwen3_moe")
+    model, small, window = trained(), build("qwen3_5_moe"), build("qwen3_moe")
     for words, draft, options in (
         (f"vocabulary of 8192 tokens, got {V}. Draft and target must", ModelDraft(small), {}),
         ("tokens must be non-zero", ModelDraft(model), dict(max_tokens=0)),
@@ -244,7 +236,7 @@ def test_bad_input():
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            next(speculative_generate(model, load_tokenizer(TINY), "x", draft, **options))
+            next(speculative_generate(model, load_tokenizer(TINY_MOE), "x", draft, **options))
     for words, target, prompt, cache in (
         ("prompt: expected at least one token, got none", small, [], None),
         ("expected 2 caches for the target, then .*got 1", small, PROMPT, small.make_cache()[:1]),
@@ -256,9 +248,8 @@ def test_bad_input():
 
 
 def test_streamed_counters_are_consistent(hybrid):
-    resident, _ = load_model(hybrid, moelab.StreamConfig(mode="resident"))
-    expected = plain(resident, PROMPT)
-    with load_model(hybrid, moelab.StreamConfig(mode="fused", slots=4))[0] as model:
+    expected = plain(loaded(hybrid, mode="resident"), PROMPT)
+    with loaded(hybrid, mode="fused", slots=4) as model:
         got = steps(model, PROMPT, Guess(repeat), 4)
         assert [t for t, *_ in got] == expected
         counted = moelab.stats(model)

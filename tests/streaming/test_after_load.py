@@ -5,7 +5,6 @@ import functools
 import inspect
 import json
 import shutil
-from dataclasses import replace
 
 import families
 import mlx.core as mx
@@ -13,7 +12,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from common import greedy_logits
+from common import greedy_logits, loaded
 from families import K
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
@@ -23,7 +22,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import moelab
 from moelab.streaming.model import load_model
 
-CONFIG = moelab.StreamConfig(slots=K, kernels="mlx")
+FIELDS = {"slots": K, "kernels": "mlx"}
 answer = functools.partial(greedy_logits, prompt=[5, 36, 67, 2], steps=2)
 
 
@@ -68,7 +67,7 @@ def test_new_weights_take_effect(hybrid, tmp_path):
     want = answer(resident)
     assert np.abs(want - before).max() > 0.01
     for change in CHANGES:
-        with load_model(hybrid, CONFIG)[0] as model:
+        with loaded(hybrid, **FIELDS) as model:
             np.testing.assert_allclose(answer(model), before, atol=1e-4)
             change(model, weights, file)
             np.testing.assert_allclose(answer(model), want, atol=1e-4, err_msg=str(change))
@@ -76,7 +75,7 @@ def test_new_weights_take_effect(hybrid, tmp_path):
 
 def test_set_dtype_takes_effect_or_is_refused(hybrid):
     """Activations of another type do not fit the slots: an error says so."""
-    with load_model(hybrid, CONFIG)[0] as model:
+    with loaded(hybrid, **FIELDS) as model:
         before = answer(model)
         model.set_dtype(mx.float32)
         np.testing.assert_array_equal(answer(model), before)
@@ -87,7 +86,7 @@ def test_set_dtype_takes_effect_or_is_refused(hybrid):
 
 @pytest.mark.parametrize("mode", ["serial", "fused"])
 def test_what_needs_every_expert_in_memory_is_refused(hybrid, mode, tmp_path):
-    with load_model(hybrid, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
+    with loaded(hybrid, mode=mode, slots=K) as model:
         before = answer(model)
         config = json.loads((hybrid / "config.json").read_text())
         parameters = tree_flatten(families.load_resident(hybrid).parameters())
@@ -113,7 +112,7 @@ def test_what_needs_every_expert_in_memory_is_refused(hybrid, mode, tmp_path):
 
 
 def test_a_resident_model_saves_what_mlx_lm_saves(hybrid, tmp_path):
-    with load_model(hybrid, moelab.StreamConfig(mode="resident", kernels="mlx"))[0] as model:
+    with loaded(hybrid, mode="resident", kernels="mlx") as model:
         want = answer(model)
         mlx_lm_utils.save_model(tmp_path, model)
     (tmp_path / "config.json").write_text((hybrid / "config.json").read_text())
@@ -145,7 +144,8 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(hybrid):
     changes = {"text_config": {**text, **rope}}
 
     def answers(model_config, **fields):
-        with load_model(hybrid, replace(CONFIG, **fields), model_config=model_config)[0] as model:
+        config = moelab.StreamConfig(**FIELDS | fields)
+        with load_model(hybrid, config, model_config=model_config)[0] as model:
             return answer(model)
 
     changed, _ = mlx_lm_utils.load_model(hybrid, model_config=changes)
@@ -219,13 +219,13 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
     """ernie4_5_moe names K ``moe_k``. ``top_k`` counts even if config.json has no such name."""
-    path = families.write_checkpoint("ernie4_5_moe", tmp_path / "m", "affine4")
+    path = families.write_checkpoint("ernie4_5_moe", tmp_path / "m")
     config = json.loads((path / "config.json").read_text())
     answers = []
     for left_out in ("nothing", "moe_k", "num_experts_per"):
         config = {k: v for k, v in config.items() if not k.startswith(left_out)}
         (path / "config.json").write_text(json.dumps(config))
-        with load_model(path, moelab.StreamConfig(mode=mode, slots=K, top_k=1))[0] as model:
+        with loaded(path, mode=mode, slots=K, top_k=1) as model:
             answers.append(answer(model))
     np.testing.assert_array_equal(answers, answers[:1] * 3)
 
@@ -233,9 +233,9 @@ def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
 def test_a_router_that_does_not_choose_fewer_is_an_error(hybrid, monkeypatch):
     """If a family's name for K is unknown, K is the number of experts that the router chooses."""
     monkeypatch.setattr("moelab.streaming.build.TOP_K_KEYS", ("unknown_word",))
-    assert moelab.footprint(hybrid, CONFIG).top_k == K
+    assert moelab.footprint(hybrid, moelab.StreamConfig(**FIELDS)).top_k == K
     with pytest.raises(ValueError, match="cannot be asked for fewer .* chooses 2, got 1"):
-        load_model(hybrid, moelab.StreamConfig(slots=K, top_k=1))
+        loaded(hybrid, slots=K, top_k=1)
 
 
 def test_no_code_of_a_checkpoint_runs_unasked(random_tiny_moe, tmp_path):
@@ -253,5 +253,5 @@ def test_no_code_of_a_checkpoint_runs_unasked(random_tiny_moe, tmp_path):
         if key == "model_file":
             with pytest.raises(SystemExit):
                 moelab.load(folder, trust_remote_code=True)
-            assert (tmp_path / "ran").exists(), "the file would have run"
+            assert (tmp_path / "ran").exists(), "the file runs if the caller asks for it"
             (tmp_path / "ran").unlink()

@@ -11,16 +11,14 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import PROMPT, assert_every_slot_is_there, greedy_logits
+from common import PROMPT, assert_every_slot_is_there, greedy_logits, loaded, watched
 from families import K
 from faults import patch_preadv, read_in_threads
 
 import moelab
 from moelab.commands import drafting
-from moelab.lab.arguments import Evicting
 from moelab.repack import repack
 from moelab.streaming import cuda, prefetch
-from moelab.streaming.model import load_model
 from moelab.streaming.reading import native, ranges, reader, uploading
 from moelab.streaming.reading.file import ReadError
 from moelab.streaming.residency import layer as layer_slots
@@ -76,7 +74,7 @@ class Runtime:
         for first, source, to, nbytes, flag in entries:
             assert first + chunks == total
             while not words(flag, 1, np.uint32)[0]:
-                assert time.monotonic() < end, "nobody says that these bytes are there"
+                assert time.monotonic() < end, "no read says that these bytes are there"
                 self.in_graph += 1
                 time.sleep(1e-4)
             ctypes.memmove(to, source, nbytes)
@@ -132,8 +130,7 @@ def want(hybrid):
     """For each dtype, logits of a prompt and of four tokens, from experts that are not copied."""
     logits = {}
     for dtype in ("bfloat16", "float32"):
-        config = moelab.StreamConfig(dtype=dtype, slots=K, kernels="mlx")  # as on a GPU
-        with load_model(hybrid, config)[0] as model:
+        with loaded(hybrid, dtype=dtype, slots=K, kernels="mlx") as model:  # as on a GPU
             logits[dtype] = answer(model)
     return logits
 
@@ -146,8 +143,7 @@ def path(request, hybrid, tmp_path):
 
 def copying(path, **config):
     """A model that copies experts and, as on a GPU, computes none while others are read."""
-    kind = Evicting if "policy" in config else moelab.StreamConfig
-    model, _ = load_model(path, kind(**{"dtype": "bfloat16", "slots": K, **config}))
+    model = loaded(path, **{"dtype": "bfloat16", "slots": K, **config})
     session_of(model).residency._overlap = False
     return model
 
@@ -171,13 +167,8 @@ def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, wa
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
     """Memory is reused, also for ranges in pieces. Reads begin before earlier reads end."""
-    begun, finish = [], layer_slots.LayerSlots.finish
-
-    def watched(layer, group):
-        begun.append(len(layer.awaited))
-        finish(layer, group)
-
-    monkeypatch.setattr(layer_slots.LayerSlots, "finish", watched)
+    slots = layer_slots.LayerSlots
+    begun = watched(monkeypatch, slots, "finish", lambda layer, group: len(layer.awaited))
     monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)
     monkeypatch.setattr(ranges, "PIECE_NBYTES", piece_nbytes)
     monkeypatch.setattr(cuda, "MAX_COPIES", copies)
@@ -196,8 +187,7 @@ def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, mon
 @pytest.mark.parametrize("time_limit", (0, 1))
 def test_the_gpu_waits_unless_it_ends_long_kernels(time_limit, hybrid, runtime, want, monkeypatch):
     read_in_threads(monkeypatch)
-    preadv = os.preadv
-    patch_preadv(monkeypatch, lambda *a: time.sleep(2e-3) or preadv(*a))
+    patch_preadv(monkeypatch, lambda preadv, *a: time.sleep(2e-3) or preadv(*a))
     runtime.time_limit = time_limit
     with copying(hybrid) as model:
         assert_same(model, want)
@@ -235,8 +225,8 @@ def no_memory(patch, runtime, _):
 
 
 def no_read(first, patch, *_):
-    preadv, calls = os.preadv, itertools.count()
-    patch_preadv(patch, lambda *a: preadv(*a) if next(calls) < first else 0)
+    calls = itertools.count()
+    patch_preadv(patch, lambda preadv, *a: preadv(*a) if next(calls) < first else 0)
 
 
 def no_slots(patch, _, model):
@@ -333,7 +323,7 @@ def test_without_cuda_bindings_or_turned_off(runtime, copies, hybrid, monkeypatc
     assert cuda.available()
     monkeypatch.setattr(cuda, "runtime", runtime)
     monkeypatch.setenv("MOELAB_CUDA_COPIES", copies)
-    with load_model(hybrid)[0] as model:
+    with loaded(hybrid) as model:
         assert session_of(model).handover.mailbox is None
         assert type(session_of(model).reader) is reader.Reader
 

@@ -1,8 +1,7 @@
 """Every mlx-lm family streams, and answers as plain mlx-lm does with every expert in memory.
 
-Each family is a tiny random checkpoint (tests/helpers/families.py) in one or more storage
-variants. The prompt needs more experts than there are slots, so it runs in waves. The steps after
-the prompt read the experts that they miss.
+Each family is a tiny random checkpoint (tests/helpers/families.py) in one or more variants. Its
+prompt needs more experts than there are slots, so the prompt runs in waves.
 """
 
 import json
@@ -11,20 +10,15 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import STREAMED
+from common import LONG, STREAMED, greedy_logits, loaded
 from families import EVERY_VARIANT, VOCAB, E, K
-from faults import read_in_threads
+from faults import read_in_parts
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.streaming.model import load_model
-from moelab.streaming.residency import layer
 
 SLOTS = K + 1
-PROMPT = [(31 * i + 5) % VOCAB for i in range(20)]
-# 80 indices: mlx-lm sorts tokens by expert from 64 on.
-LONG_PROMPT = [(37 * i + 1) % VOCAB for i in range(40)]
+PROMPT, LONG_PROMPT = LONG[:20], LONG[:40]  # from 64 indices on mlx-lm sorts tokens by expert
 NUM_STEPS = 5
 
 ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # MLX takes one scale for a tensor on GPUs only
@@ -35,38 +29,23 @@ CASES = sorted(
 )
 
 
-def decode(model, prompt, steps):
-    """Logits of the prompt ``[T, V]`` and of each greedy step ``[V]`` after it, and the tokens."""
-    cache = make_prompt_cache(model)
-    logits = model(mx.array([prompt]), cache=cache)[0]
-    rows, tokens = [], []
-    last = logits[-1]
-    for _ in range(steps):
-        tokens.append(mx.argmax(last).item())
-        last = model(mx.array([[tokens[-1]]]), cache=cache)[0, -1]
-        rows.append(np.array(last))
-    return np.array(logits), np.stack(rows), tokens
-
-
 def assert_streams(path, prompt=PROMPT):
     """Every streamed mode must answer as plain mlx-lm does."""
     resident = families.load_resident(path)
-    want_prompt, want_steps, want_tokens = decode(resident, prompt, NUM_STEPS)
-    assert np.isfinite(want_prompt).all() and np.ptp(want_steps) > 0, "it must say something"
+    T, want = len(prompt), greedy_logits(resident, prompt, NUM_STEPS, every=True)
+    assert np.isfinite(want).all() and np.ptp(want[T:]) > 0, "the logits are all the same"
     num_layers = len(families.expert_modules(resident))
     del resident
     for mode in STREAMED:
-        config = moelab.StreamConfig(mode=mode, slots=SLOTS, kernels="mlx")
-        with load_model(path, config)[0] as model:
+        with loaded(path, mode=mode, slots=SLOTS, kernels="mlx") as model:
             assert not families.expert_modules(model), f"{mode}: some experts were left resident"
-            got_prompt, got_steps, got_tokens = decode(model, prompt, NUM_STEPS)
+            got = greedy_logits(model, prompt, NUM_STEPS, every=True)
             stats = moelab.stats(model)
-        atol = 1e-4 * np.abs(want_prompt).max()
-        np.testing.assert_allclose(got_prompt, want_prompt, atol=atol, rtol=0, err_msg=mode)
+        atol = 1e-4 * np.abs(want[:T]).max()
+        np.testing.assert_allclose(got[:T], want[:T], atol=atol, rtol=0, err_msg=mode)
         atol = 0 if mode in ("stacked", "fused") else atol  # one token is computed bit for bit
-        np.testing.assert_allclose(got_steps, want_steps, atol=atol, rtol=0, err_msg=mode)
-        assert got_tokens == want_tokens, mode
-        assert stats.prefill.misses > num_layers * SLOTS, "else the prompt needs no waves"
+        np.testing.assert_allclose(got[T:], want[T:], atol=atol, rtol=0, err_msg=mode)
+        assert stats.prefill.misses > num_layers * SLOTS, "the prompt needed no waves"
         assert stats.prefill.bytes_read > 0 and stats.decode.calls == NUM_STEPS * num_layers, mode
 
 
@@ -74,7 +53,8 @@ def test_every_family_of_this_mlx_lm_is_listed():
     """A new family in mlx-lm fails this test until helpers/families.py lists it or says why not."""
     assert families.discover() == set(families.FAMILIES)
     # Files that name experts, but neither SwitchGLU nor SwitchMLP.
-    assert families.mentions_experts() == set(families.NOT_STREAMED)
+    named = {name for name, text in families.MODEL_FILES.items() if "experts" in text}
+    assert named - families.discover() - {"switch_layers"} == set(families.NOT_STREAMED)
 
 
 @pytest.mark.parametrize("name", sorted(families.NOT_STREAMED))
@@ -84,7 +64,7 @@ def test_family_that_is_not_streamed(name, tmp_path):
     weights = dict(families.tree_flatten(model_class(args_class.from_dict(config)).parameters()))
     families.write_files(tmp_path / name, weights, config)
     with pytest.raises(moelab.CheckpointError) as error:
-        load_model(tmp_path / name, moelab.StreamConfig(slots=SLOTS))
+        loaded(tmp_path / name, slots=SLOTS)
     said = (name, str(tmp_path), "SwitchGLU or SwitchMLP", "mlx_lm.load")
     assert all(part in str(error.value) for part in said), error.value
 
@@ -105,7 +85,7 @@ def test_experts_of_a_family_that_the_cpu_cannot_run(name, variant, stored):
     resident = families.load_resident(path)
     rng = np.random.default_rng(0)
     for mode in STREAMED:
-        with load_model(path, moelab.StreamConfig(mode=mode, slots=SLOTS))[0] as model:
+        with loaded(path, mode=mode, slots=SLOTS) as model:
             streamed = dict(model.named_modules())
             for module_path, want in families.expert_modules(resident).items():
                 got = streamed[module_path]
@@ -128,7 +108,7 @@ def test_hugging_face_layout(name, tmp_path):
     path = families.write_hugging_face(name, tmp_path / name)
     if name in families.REARRANGED:
         with pytest.raises(moelab.CheckpointError, match="not contiguous") as error:
-            load_model(path, moelab.StreamConfig(slots=SLOTS))
+            loaded(path, slots=SLOTS)
         message = str(error.value)
         assert str(path) in message and name in message and "mlx_lm.convert" in message, message
     else:
@@ -143,8 +123,7 @@ def test_batches(name, stored):
     resident = families.load_resident(path)
     for mode in ("stacked", "fused"):
         for slots in (SLOTS, E):
-            config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
-            with load_model(path, config)[0] as model:
+            with loaded(path, mode=mode, slots=slots, kernels="mlx") as model:
                 for B, T in ((1, 1), (2, 1), (1, 2), (1, 3), (3, 5), (1, 40)):
                     tokens = mx.array(np.random.default_rng(B * T).integers(0, VOCAB, (B, T)))
                     want, got = np.array(resident(tokens)), np.array(model(tokens))
@@ -155,9 +134,8 @@ def test_batches(name, stored):
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 @pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
 def test_experts_as_if_large(name, variant, stored, monkeypatch):
-    """Large experts are read by threads and computed in parts as they arrive, to the same bits."""
-    monkeypatch.setattr(layer, "PART_NBYTES", 1)
-    read_in_threads(monkeypatch)
+    """Experts that threads read and that are computed in parts, as large ones, change no logits."""
+    read_in_parts(monkeypatch)
     path = stored(name, variant)
     assert_streams(path)
     assert_streams(path, prompt=LONG_PROMPT)
@@ -172,11 +150,11 @@ ALIASES = sorted(
 def test_other_names_of_a_family(alias, tmp_path):
     """mlx-lm loads kimi_k2, minimax_m2 and others with another family's code."""
     family = mlx_lm_utils.MODEL_REMAPPING[alias]
-    path = families.write_checkpoint(family, tmp_path / alias, "affine4")
+    path = families.write_checkpoint(family, tmp_path / alias)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": alias}))
     want = families.load_resident(path)(mx.array([PROMPT]))
-    with load_model(path, moelab.StreamConfig(slots=SLOTS))[0] as model:
+    with loaded(path, slots=SLOTS) as model:
         got = model(mx.array([PROMPT]))
         np.testing.assert_allclose(np.array(got), np.array(want), atol=1e-4, rtol=1e-4)
 
@@ -195,8 +173,8 @@ def test_fewer_experts_per_token(name, variant, dtype, stored):
     """``top_k`` reaches the router of every family, whatever the family calls K."""
     path, logits = stored(name, variant), {}
     for mode in ("resident", "fused"):
-        config = moelab.StreamConfig(mode=mode, top_k=1, slots=SLOTS, dtype=dtype)
-        with load_model(path, config)[0] as model, moelab.record(model) as trace:
-            logits[mode] = decode(model, PROMPT[:3], 2)[1]
+        model = loaded(path, mode=mode, top_k=1, slots=SLOTS, dtype=dtype)
+        with model, moelab.record(model) as trace:
+            logits[mode] = greedy_logits(model, PROMPT[:3], 2)[1:]
         assert trace.experts.shape[1:] == (moelab.footprint(path).num_layers, 1)
     np.testing.assert_array_equal(logits["fused"], logits["resident"])

@@ -6,23 +6,21 @@ import subprocess
 import sys
 import threading
 from concurrent.futures._base import _AcquireFutures
+from contextlib import suppress
 from functools import partial
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import FAST, assert_every_slot_is_there, greedy_logits, needs_kernels
+from common import FAST, LONG, assert_every_slot_is_there, greedy_logits, loaded, needs_kernels
 from families import K
-from faults import Interrupt, at_every_line, read_in_threads
+from faults import at_every_line, interrupt, read_in_parts, read_in_threads
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab import streaming
-from moelab.lab.arguments import Evicting
-from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency import bank
-from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import SlotTable
 
 SLOTS = K + 1
@@ -32,7 +30,7 @@ FIELDS = [{}, {"prefetch": "lookahead"}, ROUTER, {"policy": "lfu"}]
 
 def answer(model):
     """Logits of a prompt that is computed in waves, and of four tokens after it."""
-    return greedy_logits(model, [5, 36, 67, 2, 33, 64, 95], 4)
+    return greedy_logits(model, LONG[:7], 4)
 
 
 @pytest.mark.parametrize("fields", FIELDS, ids=str)
@@ -45,11 +43,10 @@ def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
         config |= {"kernels": "auto", "reads": "direct"}
         monkeypatch.setattr(bank, "ROOM_SHARE", 100 if way == "into slots" else -1)
     if way == "reader threads":
-        read_in_threads(monkeypatch)
-        monkeypatch.setattr(layer_slots, "PART_NBYTES", 1)
+        read_in_parts(monkeypatch)
     if fields.get("prefetch") == "router":
         config["kernels"] = "auto"
-    with load_model(moe, Evicting(**config))[0] as model:
+    with loaded(moe, **config) as model:
         want = answer(model)
 
         def run():
@@ -69,7 +66,7 @@ def test_an_interrupt_at_any_line(moe, fields, way, monkeypatch):
 def test_ctrl_c_while_reads_are_waited_for(moe, monkeypatch, in_time):
     """Ctrl-C comes while ``wait`` holds the locks that threads need to report the end of a read."""
     read_in_threads(monkeypatch)
-    model, _ = load_model(moe, moelab.StreamConfig(slots=SLOTS, kernels="mlx"))
+    model = loaded(moe, slots=SLOTS, kernels="mlx")
     want, read, came = answer(model), Reader.read_here, threading.Event()
     monkeypatch.setattr(Reader, "read_here", lambda *args: came.wait(60) and read(*args))
 
@@ -132,12 +129,9 @@ def test_a_table_is_whole_again_after_any_line():
     for n in range(1, 60):
         table = SlotTable(3)
         table.commit(table.choose([0, 1, 2])[1])
-        with Interrupt(n, streaming):
-            try:
-                table.commit(table.choose([1, 5])[1])
-                table.release(table.reserve([6, 7]).values())
-            except KeyboardInterrupt:
-                pass
+        with suppress(KeyboardInterrupt), interrupt(n, streaming):
+            table.commit(table.choose([1, 5])[1])
+            table.release(table.reserve([6, 7]).values())
         table.recover()
         assert sorted([*table.slot_of.values(), *table._free]) == [0, 1, 2]
         _, misses = table.choose([8, 9, 10])

@@ -10,23 +10,22 @@ from functools import partial
 from itertools import count
 from unittest.mock import Mock
 
+import common
 import families
 import mlx.core as mx
 import mlx_lm
 import psutil
 import pytest
 import swap
-from common import GB, LONG, MB, PROMPT, TINY_MOE, greedy_logits
+from common import GB, LONG, MB, PROMPT, TINY_MOE, greedy_logits, loaded, watched
 from drafting import steps
 from families import K
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 import moelab
-from moelab import kernels
 from moelab.commands.drafting import open_draft
 from moelab.lab import limit
-from moelab.lab.arguments import Evicting
 from moelab.memory import PAGE_S
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
@@ -68,7 +67,7 @@ def test_caches_are_counted_as_they_grow(name, stored):
     """A plan counts enough bytes for caches of each kind, and at most 2.5 times what they take."""
     path = stored(name)
     p = moelab.plan(path, memory_nbytes=GB, context=300)
-    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+    with loaded(path, slots=K) as model:
         caches = make_prompt_cache(model)
         for _ in range(3):
             mx.eval(model(mx.zeros((1, 100), mx.int32), cache=caches))
@@ -124,36 +123,31 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch):
 
 @pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
-    """The page cache is used if slots or the system leave it room, or if the user names the memory.
-
-    At 60 MB every expert has a slot, and the file does not fit beside the slots.
-    """
+    """The page cache is used if slots or the system leave it room, or the user names the memory."""
     monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
+    # At 60 MB every expert has a slot, and the file does not fit beside the slots.
     sizes = (50, 0), (50, 5), (50, 200), (60, 0), (60, 60), (GB // MB, 0)
     found = [(MB * n, MB * kept) for n, kept in sizes]
     for (memory, kept), direct in zip(found, (True, True, False, True, False, False)):
         monkeypatch.setattr(plans, "_memory", lambda now=(memory, kept): now)
         assert moelab.plan(TINY_MOE).direct == direct
-        with load_model(TINY_MOE)[0] as model:
+        with loaded(TINY_MOE) as model:
             assert session_of(model).reader.direct == direct
     assert not moelab.plan(TINY_MOE, memory_nbytes=50 * MB).direct
 
 
-@pytest.mark.skipif(not kernels.available(), reason="MLX's kernels always wait")
-def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
-    monkeypatch.setitem(families.COMMON, "vocab_size", 128)  # as many as a layer's query has rows
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
+@common.needs_kernels  # MLX's kernels always wait
+def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path):
+    # The head has 128 rows, as many as a layer's query has.
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", vocab_size=128)
     prompt = mx.array([LONG[: FEW_TOKENS + 1]])
 
     def run(lazy):
         """Logits of a long and of a short call, the caches, and how often the head multiplied."""
-        config = moelab.StreamConfig(slots=K, lazy_logits=lazy)
-        with load_model(path, config)[0] as model, monkeypatch.context() as patch:
+        model = loaded(path, slots=K, lazy_logits=lazy)
+        with model, pytest.MonkeyPatch.context() as patch:
             head = model["language_model"]["lm_head"]
-            products, multiply = [], type(head).multiply
-            patch.setattr(
-                type(head), "multiply", lambda m, x: products.append(m is head) or multiply(m, x)
-            )
+            products = watched(patch, type(head), "multiply", lambda m, x: m is head)
             cache = make_prompt_cache(model)
             long, few = model(prompt, cache=cache), model(prompt[:, 1:], cache=cache)
             mx.eval(long, few)
@@ -166,11 +160,10 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path, monkeypatch):
     assert all(map(mx.array_equal, rest, rest_too))
 
 
-def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path, monkeypatch):
+def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path):
     """With a large vocabulary a prompt's logits take more memory than a layer."""
-    V, config = 50_000, moelab.StreamConfig(kernels="fast", memory_nbytes=300 * MB)
-    monkeypatch.setitem(families.COMMON, "vocab_size", V)
-    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", "affine4")
+    path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", vocab_size=50_000)
+    config = moelab.StreamConfig(kernels="fast", memory_nbytes=300 * MB)
     eager, lazy = (moelab.plan(path, replace(config, lazy_logits=n)) for n in (False, True))
     assert lazy.prompt_tokens > 1.5 * eager.prompt_tokens
     assert lazy.prompt_nbytes < 1.2 * eager.prompt_nbytes
@@ -242,39 +235,33 @@ def test_on_a_macs_cpu_a_prompt_keeps_every_state(monkeypatch):
     assert moelab.ModelFacts.of(TINY_MOE, config).token_nbytes < want
 
 
-def lengths_of(session):
-    """Return a list to which the length of each later call of a model is added."""
-    lengths, begin = [], session.begin
-    session.begin = lambda part, *more: (lengths.append(part.shape[1]), begin(part, *more))
-    return lengths
+def lengths_of(session, patch):
+    """A list to which the length of each later call of a model is added."""
+    return watched(patch, session, "begin", lambda part, *_: part.shape[1])
 
 
-def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
-    """Logits and counters are those of one call. The next call gets the same bits, too.
-
-    On a GPU bits differ by rounding: there MLX's kernels depend on a call's length.
-    """
+def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts(monkeypatch):
+    """Logits and counters are those of one call. The next call gets the same bits, too."""
+    # A GPU's kernels depend on a call's length, and so does the rounding there.
     equal = mx.array_equal if mx.default_device() == mx.cpu else partial(mx.allclose, atol=1e-4)
     prompt = mx.array([LONG[:150]])
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+    with loaded(TINY_MOE, slots=64) as model:
         cache = make_prompt_cache(model)
         want = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
         mx.eval(want)
         assert session_of(model).plan is None
         tokens = moelab.stats(model).prefill.tokens
-    with load_model(TINY_MOE, moelab.StreamConfig(memory_nbytes=GB, context=40))[0] as model:
+    with loaded(TINY_MOE, memory_nbytes=GB, context=40) as model:
         session = session_of(model)
         assert (session.plan.prompt_tokens, session.plan.slots) == (40, 64)
-        lengths, cache = lengths_of(session), make_prompt_cache(model)
+        lengths, cache = lengths_of(session, monkeypatch), make_prompt_cache(model)
         got = [model(prompt, cache=cache), model(prompt[:, :9], cache=cache)]
         assert lengths == [37, 37, 38, 38, 9]
         # MLX computes the logits of all parts but the last, and only when they are used.
         assert mx.allclose(got[0], want[0], atol=1e-4)
         assert equal(got[1], want[1]) and equal(got[0][:, 112:], want[0][:, 112:])
         assert moelab.stats(model).prefill.tokens == tokens == 159
-        cache = make_prompt_cache(model)  # calls that are not divided give every bit
-        calls = [model(prompt[:, i : i + 40], cache=cache) for i in range(0, 150, 40)]
-        assert equal(mx.concatenate(calls, axis=1), want[0])
+        assert equal(common.in_passes(model, prompt, 40), want[0])  # undivided calls give every bit
         lengths.clear()
         mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
         mx.eval(model(prompt))  # a call without caches cannot be divided
@@ -285,7 +272,6 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts():
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
     """A short prompt borrows less. A last chunk takes no slot back. The text stays the same."""
-    config = Evicting(**settings)
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []
@@ -300,9 +286,9 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
                 look(1)
         return tokens
 
-    with load_model(TINY_MOE, replace(config, slots=60))[0] as model:
+    with loaded(TINY_MOE, **settings, slots=60) as model:
         want = text(model, lambda tokens: None)
-    with load_model(TINY_MOE, replace(config, memory_nbytes=152 * MB))[0] as model:
+    with loaded(TINY_MOE, **settings, memory_nbytes=152 * MB) as model:
         session, used = session_of(model), set()
         assert session.config.slots == session.plan.slots
         few, some, many = (session.plan.slots_beside(tokens) for tokens in (150, 70, FEW_TOKENS))
@@ -320,7 +306,7 @@ def test_slots_lend_their_memory_to_a_prompt(settings):
 
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 def test_an_empty_slot_has_no_memory_and_can_be_written_again():
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+    with loaded(TINY_MOE, slots=40) as model:
         bank = session_of(model).layers[0].slots.bank
         for written in (7, 9):
             for buffer in bank._buffers:
@@ -353,10 +339,10 @@ def room(monkeypatch):
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
     """Slots fall to K, each time with a warning, and return with memory. Texts stay the same."""
-    config = moelab.StreamConfig(prefetch=prefetch, kernels="mlx")
-    with load_model(TINY_MOE, replace(config, slots=64))[0] as model:
+    fields = {"prefetch": prefetch, "kernels": "mlx"}
+    with loaded(TINY_MOE, **fields, slots=64) as model:
         want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()
-    with load_model(TINY_MOE, config)[0] as model:
+    with loaded(TINY_MOE, **fields) as model:
         session, used = session_of(model), []
         greedy_logits(model, PROMPT, 1)  # the first call takes more memory
         few = session.plan.call_nbytes(len(PROMPT)) + RESERVE_NBYTES + MB
@@ -388,9 +374,9 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
 def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
     """A prompt gets fewer slots or smaller parts, also between two layers, or is refused."""
     prompt = mx.array([LONG[:500]])
-    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+    with loaded(TINY_MOE) as model:
         session = session_of(model)
-        lengths = lengths_of(session)
+        lengths = lengths_of(session, monkeypatch)
 
         def logits():
             lengths.clear()
@@ -422,7 +408,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
     clock, swapped = [0.0], [0.0, 0.0]
     monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
     monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
-    with load_model(TINY_MOE, moelab.StreamConfig())[0] as model:
+    with loaded(TINY_MOE) as model:
         session, cache = session_of(model), make_prompt_cache(model)
         kept = session.room
         if not (can_empty() or mx.metal.is_available()):
@@ -461,7 +447,7 @@ def test_slots_that_the_user_chose_stay(monkeypatch):
     monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: (next(swapped),) * 2)
     monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
     monkeypatch.setattr("moelab.streaming.room.WATCH_S", 0.0)
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=40))[0] as model:
+    with loaded(TINY_MOE, slots=40) as model:
         greedy_logits(model, PROMPT, 6)
         assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody asked
 
@@ -504,7 +490,7 @@ def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(
-    os.environ.get("MOELAB_SYSTEM_TESTS") != "1", reason="swaps if MOELAB_SYSTEM_TESTS=1 allows it"
+    os.environ.get("MOELAB_SYSTEM_TESTS") != "1", reason="swaps only with MOELAB_SYSTEM_TESTS=1"
 )
 def test_a_model_that_is_swapped_gives_slots_back():
     """A real swap file is used. By the system's figures there is enough memory."""
@@ -550,7 +536,7 @@ print(libc.mallinfo2().d - before)
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc 2.33 counts them")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
 def test_where_memory_is_short_large_arrays_are_returned_at_once():
     sizes = GB, 155 * MB
     assert [moelab.plan(TINY_MOE, memory_nbytes=n).slots < 64 for n in sizes] == [False, True]

@@ -1,8 +1,6 @@
 """Prefetching changes when experts are read, never the model's output."""
 
-import dataclasses
 import itertools
-import os
 import threading
 import time
 from types import SimpleNamespace
@@ -12,9 +10,9 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import PROMPT, TINY_MOE, greedy_logits, needs_kernels, tries
+from common import PROMPT, TINY_MOE, greedy_logits, in_passes, loaded, needs_kernels, tries
 from families import E, K
-from faults import patch_preadv, read_in_threads
+from faults import patch_preadv, read_in_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,11 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 import moelab
 from moelab import kernels
 from moelab.kernels import modules
-from moelab.lab.arguments import Evicting
 from moelab.streaming import prefetch
-from moelab.streaming.model import load_model
 from moelab.streaming.reading import reader
-from moelab.streaming.residency import layer
 from moelab.streaming.residency.residency import Residency
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
@@ -43,7 +38,7 @@ def decode(model, steps):
 @pytest.fixture(scope="module")
 def want():
     """Logits of 40 steps of tiny-moe without prefetch, their trace and their counters."""
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=SLOTS, prefetch="none"))[0] as model:
+    with loaded(TINY_MOE, slots=SLOTS, prefetch="none") as model:
         with moelab.record(model) as trace:
             logits = decode(model, 40)
         return logits, trace, moelab.stats(model).decode
@@ -51,9 +46,8 @@ def want():
 
 def run(name, want, steps=40, **fields):
     """Decode as ``want`` did, with the same logits; return the counters. No thread stays."""
-    config = Evicting(**{"slots": SLOTS, **fields}, prefetch=name)
     others = {*threading.enumerate()}
-    with load_model(TINY_MOE, config)[0] as model:
+    with loaded(TINY_MOE, **{"slots": SLOTS, **fields}, prefetch=name) as model:
         if name == "oracle":
             session_of(model).prefetcher.set_trace(want[1])
         np.testing.assert_array_equal(decode(model, steps), want[0][:steps])
@@ -97,9 +91,7 @@ def test_the_oracle_is_the_bound(want, monkeypatch):
 
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_slow_reads_are_waited_for(name, want, monkeypatch):
-    preadv = os.preadv
-
-    def slow(fd, views, offset):
+    def slow(preadv, fd, views, offset):
         time.sleep(0.0003)
         views[0][:1] = b"\xa5"  # a slot that is used too early gives a wrong result
         return preadv(fd, views, offset)
@@ -109,9 +101,9 @@ def test_slow_reads_are_waited_for(name, want, monkeypatch):
 
 
 def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
-    preadv, count = os.preadv, itertools.count()
+    count = itertools.count()
 
-    def flaky(fd, views, offset):
+    def flaky(preadv, fd, views, offset):
         if next(count) % 20 == 0 and threading.current_thread().name.startswith("moelab-prefetch"):
             views[0][:] = b"\xa5" * len(views[0])
             raise OSError(5, "Input/output error")
@@ -123,16 +115,14 @@ def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
 
 
 def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monkeypatch):
-    read_in_threads(monkeypatch)
-    monkeypatch.setattr(layer, "PART_NBYTES", 1)  # as with large experts, which are read in parts
-    demanded, preadv = [], os.preadv
-    start, end = reader.Reader.start, reader.Reader._end_demand
+    read_in_parts(monkeypatch)
+    demanded, start, end = [], reader.Reader.start, reader.Reader._end_demand
 
     def ends(self):
         assert all(read.done() for read in demanded)
         end(self)
 
-    patch_preadv(monkeypatch, lambda *args: time.sleep(0.0003) or preadv(*args))
+    patch_preadv(monkeypatch, lambda preadv, *args: time.sleep(0.0003) or preadv(*args))
     monkeypatch.setattr(
         reader.Reader, "start", lambda *args: demanded.extend(new := start(*args)) or new
     )
@@ -143,15 +133,13 @@ def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monke
 @pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY)))
 def test_lookahead_in_every_family(name, stored):
     """The router can be asked before its layer is called, or loading the family is refused."""
-    path = stored(name)
-    config = moelab.StreamConfig(slots=K + 1, prefetch="none")
-    ahead = dataclasses.replace(config, prefetch="lookahead")
+    path, ahead = stored(name), {"slots": K + 1, "prefetch": "lookahead"}
     # These families' blocks take more than the hidden state: token ids, or the routing itself.
     if name in ("deepseek_v41", "gemma4", "gemma4_text"):
         with pytest.raises(ValueError, match="lookahead': .*Use prefetch='none'"):
-            load_model(path, ahead)
+            loaded(path, **ahead)
         return
-    with load_model(path, config)[0] as plain, load_model(path, ahead)[0] as model:
+    with loaded(path, slots=K + 1, prefetch="none") as plain, loaded(path, **ahead) as model:
         np.testing.assert_array_equal(decode(model, 4), decode(plain, 4))
 
 
@@ -185,12 +173,10 @@ def test_reserved_slots(data, slots, policy):
 @needs_kernels
 def test_a_router_asked_early_in_a_pass_of_several_tokens():
     """A verify pass asks the router about all its tokens; logits are as without early reads."""
-    tokens = mx.array([[*PROMPT, 7, 11, 13]])
-    found = []
+    tokens, found = mx.array([[*PROMPT, 7, 11, 13]]), []
     for name in ("none", "router"):
-        with load_model(TINY_MOE, moelab.StreamConfig(slots=48, prefetch=name))[0] as model:
-            cache = make_prompt_cache(model)
-            found.append([np.array(model(tokens[:, i : i + 4], cache=cache)) for i in (0, 4, 8)])
+        with loaded(TINY_MOE, slots=48, prefetch=name) as model:
+            found.append(np.array(in_passes(model, tokens, 4)))
             assert (moelab.stats(model).prefill.prefetch_used > 0) == (name == "router")
     np.testing.assert_array_equal(*found)
 
@@ -217,21 +203,20 @@ def test_a_wrong_router_keeps_what_is_likely_and_reads_nothing_more(want, monkey
 
 @pytest.mark.parametrize("name, kernels", [("qwen3_moe", "mlx"), ("gpt_oss", "auto")])
 def test_a_router_that_cannot_be_asked_early_is_refused(name, kernels, stored):
-    path = stored(name)
-    config = moelab.StreamConfig(slots=K + 1, prefetch="router", kernels=kernels)
+    fields = {"slots": K + 1, "kernels": kernels}
     with pytest.raises(ValueError, match="router': model.layers.*Use prefetch='lookahead' or"):
-        load_model(path, config)
-    with load_model(path, dataclasses.replace(config, prefetch="auto"))[0] as model:
+        loaded(stored(name), prefetch="router", **fields)
+    with loaded(stored(name), prefetch="auto", **fields) as model:
         assert not isinstance(session_of(model).prefetcher, prefetch.Router)  # auto falls back
 
 
 @needs_kernels
 def test_auto_asks_nobody_while_it_is_off_and_records_nothing_anew(moe, small_matrices):
-    config = moelab.StreamConfig(slots=K + 1, kernels="fast")
+    config = {"slots": K + 1, "kernels": "fast"}
     for fields in {"slots": E}, {"mode": "serial"}, {"mode": "serial", "prefetch": "none"}:
-        with load_model(moe, dataclasses.replace(config, **fields))[0] as model:
+        with loaded(moe, **config | fields) as model:
             assert session_of(model).prefetcher is None  # every expert has a slot, or none has
-    with load_model(moe, config)[0] as model:
+    with loaded(moe, **config) as model:
         session, cache, passes = session_of(model), make_prompt_cache(model), []
         layers = [m for m in model.modules() if "_passes" in m.__dict__]
         for on in (False, True, False):
@@ -295,15 +280,13 @@ def test_auto_looks_again_when_hits_change_and_rarely_otherwise():
 @needs_kernels
 @pytest.mark.parametrize("layers, top_k, slots", [(1, K, K), (2, 1, 2), (2, E, E), (2, E, 2 * E)])
 @pytest.mark.parametrize("name", PREFETCHERS)
-def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matrices, monkeypatch):
+def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matrices):
     """A guess for the layer that runs evicts none of its experts. A guess may be all E experts."""
-    family = families.Family({"num_hidden_layers": layers})
-    monkeypatch.setitem(families.FAMILIES, "qwen3_moe", family)
-    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", "affine4")
-    config = moelab.StreamConfig(slots=slots, top_k=top_k, kernels="fast")
-    with load_model(path, config)[0] as model, moelab.record(model) as trace:
+    path = families.write_checkpoint("qwen3_moe", tmp_path / "model", num_hidden_layers=layers)
+    fields = {"slots": slots, "top_k": top_k, "kernels": "fast"}
+    with loaded(path, **fields) as model, moelab.record(model) as trace:
         want = decode(model, 20)
-    with load_model(path, dataclasses.replace(config, prefetch=name))[0] as model:
+    with loaded(path, **fields, prefetch=name) as model:
         if name == "oracle":
             session_of(model).prefetcher.set_trace(trace)
         np.testing.assert_array_equal(decode(model, 20), want)
@@ -312,8 +295,7 @@ def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matri
 
 @needs_kernels
 def test_every_text_of_a_batch_is_asked_for_ahead(hybrid, small_matrices):
-    config = moelab.StreamConfig(slots=8, kernels="fast", prefetch="lookahead")
-    with load_model(hybrid, config)[0] as model:
+    with loaded(hybrid, slots=8, kernels="fast", prefetch="lookahead") as model:
         prefetcher = session_of(model).prefetcher
         block = next(m for m in model.modules() if hasattr(m, "route"))
         x = kernels.Rows(np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32))

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import struct
 from math import prod
 
@@ -10,19 +9,16 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import TINY_MOE, assert_every_slot_is_there, needs_kernels, tries
-from faults import patch_preadv, read_in_threads
+from common import TINY_MOE, assert_every_slot_is_there, loaded, needs_kernels, tries
+from faults import patch_preadv, read_in_parts, read_in_threads
 from fuzzing import damage_header
 from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import moelab
-from moelab.checkpoint.headers import DTYPES, read_header
-from moelab.lab.arguments import Evicting
+from moelab.checkpoint import DTYPES, read_header
 from moelab.streaming.layers import expert_layers
-from moelab.streaming.model import load_model
 from moelab.streaming.reading.reader import Reader
-from moelab.streaming.residency import layer as layer_slots
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 
@@ -31,18 +27,12 @@ FEW = tries(150, derandomize=True)
 # The slot table
 
 
+# Distinct experts, sometimes more than fit; whether a read fails, and how many succeed before it.
+A_CALL = st.lists(st.integers(0, 11), max_size=8, unique=True), st.booleans(), st.integers(0, 8)
+
+
 @FEW
-@given(
-    S=st.integers(1, 6),
-    policy=st.sampled_from([*EVICTION]),
-    # Calls of distinct experts, sometimes of more than fit. Reads of some calls fail halfway.
-    calls=st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 11), max_size=8, unique=True), st.booleans(), st.integers(0, 8)
-        ),
-        max_size=25,
-    ),
-)
+@given(st.integers(1, 6), st.sampled_from([*EVICTION]), st.lists(st.tuples(*A_CALL), max_size=25))
 # A failed read after an eviction.
 @example(2, "lru", [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)])
 def test_slot_table_never_lies(S, policy, calls):
@@ -52,7 +42,7 @@ def test_slot_table_never_lies(S, policy, calls):
         before, waves = dict(table.slot_of), table.waves(experts)
         in_waves = [e for wave in waves for e in wave]
         assert sorted(in_waves) == sorted(experts) and all(map(table.fits, waves))
-        assert in_waves == sorted(in_waves, key=lambda e: e not in before), "those held come first"
+        assert in_waves == sorted(in_waves, key=lambda e: e not in before), "held ones come first"
         if len(experts) > S:
             with pytest.raises(ValueError, match=f"at most {S} experts .*got {len(experts)}"):
                 table.choose(experts)
@@ -62,7 +52,7 @@ def test_slot_table_never_lies(S, policy, calls):
         assert hits == {e: s for e, s in before.items() if e in experts}, "hits stay in their slots"
         assert set(misses) == set(experts) - set(hits)
         used = [*table.slot_of.values(), *misses.values()]
-        assert len(set(used)) == len(used) and set(used) <= set(range(S)), "two in one slot"
+        assert len(set(used)) == len(used) and set(used) <= set(range(S)), "each has its own slot"
         assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
         # the reads: the slots of reads that fail hold no expert's bytes
         for i, (e, s) in enumerate(misses.items()):
@@ -73,7 +63,7 @@ def test_slot_table_never_lies(S, policy, calls):
             table.commit(misses)
             assert (hits | misses).items() <= table.slot_of.items()
         assert sorted([*table.slot_of.values(), *table._free]) == list(range(S))
-        assert all(content[s] == e for e, s in table.slot_of.items()), "the bytes are another's"
+        assert all(content[s] == e for e, s in table.slot_of.items()), "each has its own bytes"
 
 
 CALLS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), max_size=40)
@@ -191,9 +181,9 @@ def test_header_is_refused_or_right(tmp_path_factory, sound, random):
     assert found == {n: w[:3] for n, w in want.items()}
     ends = 8 + struct.unpack("<Q", content[:8])[0]
     for t in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
-        assert t.nbytes == prod(t.shape) * SIZES[want[t.name][3]], "its bytes are its shape's"
-        assert ends <= t.offset, "after the one before it"
-        assert t.offset + t.nbytes <= len(content), "inside the file"
+        assert t.nbytes == prod(t.shape) * SIZES[want[t.name][3]], "its bytes fit its shape"
+        assert ends <= t.offset, "it begins after the tensor before"
+        assert t.offset + t.nbytes <= len(content), "it is inside the file"
         ends = t.offset + t.nbytes
 
 
@@ -232,7 +222,7 @@ calls = st.tuples(
 
 def test_a_layer_that_lost_experts_looks_for_them_again():
     """The layer's map from experts to slots is made anew when the slots change."""
-    with load_model(TINY_MOE, moelab.StreamConfig(slots=64))[0] as model:
+    with loaded(TINY_MOE, slots=64) as model:
         residency = session_of(model).residency
         own, experts, indices = residency.layers[0], list(range(64)), mx.arange(8).reshape(1, 1, 8)
         residency.read(0, experts)
@@ -257,10 +247,10 @@ def test_a_layer_that_lost_experts_looks_for_them_again():
 def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers, in_parts, reads):
     """Calls in any order, evaluated at any time, with failed reads, give the resident answers."""
     path, (name, want) = checkpoint
-    config = Evicting(mode, slots, policy=policy, readers=readers, reads=reads, kernels="mlx")
-    preadv, left = os.preadv, None
+    fields = {"mode": mode, "slots": slots, "policy": policy, "readers": readers, "reads": reads}
+    left = None
 
-    def flaky(fd, views, offset):
+    def flaky(preadv, fd, views, offset):
         nonlocal left
         if left is not None:
             left -= 1
@@ -270,11 +260,9 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
         return preadv(fd, views, offset)
 
     pending = []
-    with pytest.MonkeyPatch.context() as patch, load_model(path, config)[0] as model:
+    with pytest.MonkeyPatch.context() as patch, loaded(path, **fields, kernels="mlx") as model:
         patch_preadv(patch, flaky)
-        read_in_threads(patch)
-        if in_parts:
-            patch.setattr(layer_slots, "PART_NBYTES", 1)
+        (read_in_parts if in_parts else read_in_threads)(patch)
         layer = dict(model.named_modules())[name]
         for B, T, seed, among, at_once, fail_at in history:
             rng = np.random.default_rng(seed)
@@ -298,23 +286,19 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
 
 @pytest.fixture(scope="module")
 def resident():
-    return expert_layers(load_model(TINY_MOE, moelab.StreamConfig(mode="resident"))[0])
+    return expert_layers(loaded(TINY_MOE, mode="resident"))
+
+
+long_calls = st.tuples(
+    st.sampled_from([0, 0, 0, 1, 2]),  # layers that are left out or called again
+    st.sampled_from([1, 40, 60]),  # tokens; from 40 on most experts are needed
+    st.sampled_from([None] * 9 + [0, 5, 30]),  # the read that fails
+)
 
 
 @needs_kernels
 @tries(40, derandomize=True)
-@given(
-    history=st.lists(
-        st.tuples(
-            st.sampled_from([0, 0, 0, 1, 2]),  # layers that are left out or called again
-            st.sampled_from([1, 40, 60]),  # tokens; from 40 on most experts are needed
-            st.sampled_from([None] * 9 + [0, 5, 30]),  # the read that fails
-        ),
-        min_size=4,
-        max_size=16,
-    ),
-    slots=st.integers(8, 40),
-)
+@given(st.lists(long_calls, min_size=4, max_size=16), st.integers(8, 40))
 def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
     """A layer's free slots are filled ahead, even if another is called next. Answers are right."""
     left, read_here = None, Reader.read_here
@@ -327,10 +311,8 @@ def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
                 raise moelab.ReadError("Input/output error")
         read_here(reader, reads)
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        load_model(TINY_MOE, moelab.StreamConfig(slots=slots, reads="direct"))[0] as model,
-    ):
+    model = loaded(TINY_MOE, slots=slots, reads="direct")
+    with pytest.MonkeyPatch.context() as patch, model:
         patch.setattr(Reader, "read_here", flaky)
         session, i = session_of(model), 0
         for step, (skip, T, fails) in enumerate(history):

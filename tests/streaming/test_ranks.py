@@ -1,7 +1,4 @@
-"""Ranks that share the experts give the bits of one rank. If ranks differ or die, all end.
-
-Models are tested first, then the commands generate and serve.
-"""
+"""Ranks that share the experts give the bits of one rank. If ranks differ or die, all end."""
 
 import os
 import re
@@ -10,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from subprocess import PIPE, CompletedProcess, Popen
 from types import SimpleNamespace
@@ -175,35 +173,32 @@ def test_a_message_that_did_not_arrive(monkeypatch):
         return mx.array(np.stack([messages[-1], other]))
 
     monkeypatch.setattr(mx.distributed, "all_gather", all_gather)
-    two = Ranks(SimpleNamespace(rank=lambda: 0, size=lambda: 2))
-    try:
+    with closing(Ranks(SimpleNamespace(rank=lambda: 0, size=lambda: 2))) as two:
         assert two.gather({"a": [1]}) == [{"a": [1]}] * 2
         with pytest.raises(RankError, match="another rank has ended .its message did not arrive"):
             two.gather({"a": [1]})
-    finally:
-        two.close()
 
 
 MODEL = str(TINY_MOE)
 PROMPT = "def add(a, b):"
 OPTIONS = ("--slots", "12", "--kernels", "mlx", "--dtype", "float32")
+GENERATE = ["generate", MODEL, "--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F"]
+GENERATE += [*OPTIONS, "--max-tokens"]
 
 
 @pytest.fixture
 def alone(run):
     """A function that gives the text of one process."""
-    argv = ["generate", MODEL, "--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F"]
-    return lambda n, *options: run(*argv, *OPTIONS, "--max-tokens", n, *options).out
+    return lambda n, *options: run(*GENERATE, n, *options).out
 
 
 def test_generate_under_mlx_launch(alone):
     """The text is sampled, with as many drafts as rank 0's policy chooses. Only rank 0 prints."""
     port = hosts(2)[0][0].partition(":")[2]
     command = [str(Path(sys.executable).parent / "mlx.launch"), "-n", "2", "--backend", "ring"]
-    command += ["--starting-port", port, "--", sys.executable, "-m", "moelab", "generate", MODEL]
     options = ["--draft", "lookup", "--temp", "0.6", "--seed", "3"]
-    command += ["--prompt", PROMPT, "--ignore-chat-template", "--verbose", "F", *OPTIONS]
-    command += ["--max-tokens", "8", *options]
+    command += ["--starting-port", port, "--", sys.executable, "-m", "moelab", *GENERATE, "8"]
+    command += options
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     said = done.stderr.splitlines()
     assert done.stdout == alone(8, *options)

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from common import cached_nbytes, tries
+from common import cached_nbytes, tries, watched
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -87,9 +87,7 @@ def assert_reads(reader, reads, data=DATA):
 
 @pytest.fixture
 def flags_seen(monkeypatch):
-    seen, read = [], native.read
-    monkeypatch.setattr(native, "read", lambda table, n=0, *a: seen.append(n) or read(table, n, *a))
-    return seen
+    return watched(monkeypatch, native, "read", lambda table, flag=0, *_: flag)
 
 
 def drop(file):
@@ -318,14 +316,12 @@ def test_many_reads_in_flight(tmp_path, direct, monkeypatch):
 
 @needs_direct
 def test_where_a_file_system_cannot_read_past_the_page_cache(file, monkeypatch):
-    def refuses(path, flags, *rest):
+    def refuse(path, flags, *rest):
         if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return open_(path, flags, *rest)
 
-    open_ = os.open
     with contextlib.closing(Reader(8, direct=True)) as reading:
         opened = reading.open(file)
-        monkeypatch.setattr(os, "open", refuses)
+        watched(monkeypatch, os, "open", refuse)
         assert_reads(reading, ask(opened, spread()))
     assert opened.direct is None

@@ -4,10 +4,11 @@ import contextlib
 import itertools
 from types import SimpleNamespace
 
+import common
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import STREAMED, TINY_MOE, greedy_logits, needs_kernels, tries
+from common import STREAMED, TINY_MOE, in_passes, loaded, needs_kernels, tries, watched
 from families import E, K
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,23 +17,20 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
-from moelab import kernels
 from moelab.repack import repack
 from moelab.streaming import layers
 from moelab.streaming import model as engine
 from moelab.streaming.config import ENVIRONMENT
 from moelab.streaming.fused import FusedSwitchGLU, PaddedLinear
-from moelab.streaming.model import load_model
 from moelab.streaming.reading import native
 from moelab.streaming.reading.flight import Flight
 from moelab.streaming.residency import bank, layer, residency
 from moelab.streaming.session import session_of
 
-PROMPT = mx.array([[5, 36, 67, 2, 33, 64, 95, 30, 61]])
-
+PROMPT = mx.array([common.PROMPT])
 
 # MLX 0.32.4's CUDA kernels give small quantized models other logits in each call, in mlx-lm, too.
-on_host = pytest.mark.skipif(mx.cuda.is_available(), reason="needs small quantized models")
+on_host = pytest.mark.skipif(mx.cuda.is_available(), reason="quantized models are too small")
 WEIGHTS = "plain32" if mx.cuda.is_available() else "affine4"
 
 
@@ -41,14 +39,14 @@ def path(stored):
     return stored("qwen3_5_moe", WEIGHTS)
 
 
-def decode(model, steps=5):
-    return greedy_logits(model, PROMPT[0].tolist(), steps).argmax(-1).tolist()
+def answer(model, steps=4):
+    return common.greedy_logits(model, common.PROMPT, steps)
 
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_counters(path, mode):
     """A prompt reads each needed expert once."""
-    with load_model(path, moelab.StreamConfig(mode=mode, slots=K))[0] as model:
+    with loaded(path, mode=mode, slots=K) as model:
         with moelab.record(model) as trace:
             mx.eval(model(PROMPT))
         L = trace.experts.shape[1]
@@ -58,7 +56,7 @@ def test_counters(path, mode):
         assert (got.prefill.hits, got.prefill.misses) == (0, needed)
         assert got.prefill.bytes_read == needed * moelab.footprint(path).expert_nbytes
         assert (got.prefill.tokens, got.decode.tokens) == (PROMPT.size, 0)
-        decode(model, steps=7)
+        answer(model, steps=7)
         got = moelab.stats(model)
         assert (got.prefill.tokens, got.decode.tokens, got.decode.calls) == (PROMPT.size, 7, 7 * L)
         assert got.decode.hits + got.decode.misses == 7 * L * K
@@ -81,7 +79,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
         union, computed = {*pairs.needed}, []
         held = union & self.layers[i].table.slot_of.keys()
         for arrived in bring(self, i, pairs, *rest):
-            assert sorted(begun) == sorted(union - held), "all reads, then the arithmetic"
+            assert sorted(begun) == sorted(union - held), "all reads come before arithmetic"
             assert computed or held <= set(arrived.slots)
             computed += arrived.slots
             yield arrived
@@ -90,7 +88,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
 
     monkeypatch.setattr(layer.LayerSlots, "begin", begins)
     monkeypatch.setattr(residency.Residency, "bring", brings)
-    with load_model(path, moelab.StreamConfig(slots=E - 1, kernels=kernel))[0] as model:
+    with loaded(path, slots=E - 1, kernels=kernel) as model:
         cache = make_prompt_cache(model)
         mx.eval(model(PROMPT[:, :1], cache=cache))
         moelab.stats(model, reset=True)
@@ -109,14 +107,14 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
     """Direct reads go into slots with room for whole blocks, else through a thread's buffer."""
     source = repack(path, tmp_path / "packed", progress=False) if packed else path
     config = {"slots": K, "kernels": kernel, "dtype": "auto" if kernel == "fast" else "bfloat16"}
-    with load_model(source, moelab.StreamConfig(**config))[0] as model:
-        want = greedy_logits(model, PROMPT[0].tolist(), 4)
+    with loaded(source, **config) as model:
+        want = answer(model)
     monkeypatch.setattr(bank, "ROOM_SHARE", 100)
     monkeypatch.setattr(bank, "alignment", lambda path: align)
     read, real = [], native.read_direct
     monkeypatch.setattr(native, "read_direct", lambda table: read.append(real(table)))
-    with load_model(source, moelab.StreamConfig(reads="direct", **config))[0] as model:
-        assert np.array_equal(greedy_logits(model, PROMPT[0].tolist(), 4), want)
+    with loaded(source, reads="direct", **config) as model:
+        assert np.array_equal(answer(model), want)
         slots = session_of(model).residency.layers[0]
         rooms = slots.bank.places([0]).table[:, native.ROOM]
         assert bool(rooms.all()) == bool(align) == (not read)
@@ -143,11 +141,11 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
             assert not {*missing} & slots.table.slot_of.keys()
 
 
-@pytest.mark.skipif(not kernels.available(), reason="needs llvmlite and the CPU backend")
+@needs_kernels
 @pytest.mark.parametrize("room", (1 << 40, 3))
 def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
     """It is asked for missing experts of this layer and the next, as many as there is room for."""
-    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+    with loaded(path, slots=K) as model:
         session, asked = session_of(model), []
         bank, L = session.layers[0].slots.bank, len(session.layers)
         monkeypatch.setattr(residency, "memory_available", lambda: 2 * room * bank.expert_nbytes)
@@ -173,9 +171,8 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
     """It never does if slots hold all experts. Where all fit, calls read more than they miss."""
-    config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx", prefetch="none")
     num_layers = moelab.footprint(path).num_layers
-    with load_model(path, config)[0] as model:
+    with loaded(path, mode=mode, slots=slots, kernels="mlx", prefetch="none") as model:
         for _ in range(1 + -(-E // K)):
             mx.eval(model(mx.array([[3]]), cache=make_prompt_cache(model)))
         held = {len(layer.slots.table.slot_of) for layer in session_of(model).layers}
@@ -183,8 +180,7 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
         got = moelab.stats(model, reset=True).decode
         assert got.misses == num_layers * K
         assert got.bytes_read == num_layers * held.pop() * moelab.footprint(path).expert_nbytes
-        evaluations, real = [], mx.eval
-        monkeypatch.setattr(mx, "eval", lambda *a: (evaluations.append(a), real(*a)))
+        evaluations = watched(monkeypatch, mx, "eval")
         y = model(mx.array([[3]]), cache=make_prompt_cache(model))
         monkeypatch.undo()
         got = moelab.stats(model).decode
@@ -193,7 +189,7 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
         assert 0 < moelab.stats(model).prefill.hits <= num_layers * E
         # On CUDA the GPU writes the routing to pinned memory, without an evaluation.
         assert len(evaluations) == (num_layers if slots < E and not mx.cuda.is_available() else 0)
-        resident = load_model(path, moelab.StreamConfig(mode="resident", kernels="mlx"))[0]
+        resident = loaded(path, mode="resident", kernels="mlx")
         assert mx.array_equal(y, resident(mx.array([[3]]), cache=make_prompt_cache(resident)))
 
 
@@ -201,9 +197,8 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
 def test_footprint_is_what_load_takes(stored, mode):
     """The family's experts have biases, which stay in memory."""
     path = stored("gpt_oss", WEIGHTS)
-    config = moelab.StreamConfig(mode=mode, slots=K + 1)
-    predicted = moelab.footprint(path, config)
-    with load_model(path, config)[0] as model:
+    predicted = moelab.footprint(path, moelab.StreamConfig(mode=mode, slots=K + 1))
+    with loaded(path, mode=mode, slots=K + 1) as model:
         session = session_of(model)
         held = sum(p.nbytes for _, p in tree_flatten(model.parameters()))
         if mode == "resident":
@@ -249,18 +244,13 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
     """Logits are equal bit for bit, one token at a time and in waves of 32 and of 128 pairs."""
     ids, other = (mx.random.randint(0, 8000, (1, 16), key=mx.random.key(i)) for i in range(2))
 
-    def logits(model, ids, T):
-        cache = make_prompt_cache(model)
-        parts = [model(ids[:, i : i + T], cache=cache) for i in range(0, 16, T)]
-        return mx.concatenate(parts, axis=1)
-
-    resident, _ = load_model(TINY_MOE, moelab.StreamConfig(mode="resident"))
-    with load_model(TINY_MOE, moelab.StreamConfig(mode=mode, slots=16))[0] as model:
+    resident = loaded(TINY_MOE, mode="resident")
+    with loaded(TINY_MOE, mode=mode, slots=16) as model:
         for T in (1, 4, 16):
-            want = logits(resident, ids, T)
+            want = in_passes(resident, ids, T)
             for history in (2, 16):
-                assert mx.array_equal(logits(model, ids, T), want), (T, history)
-                mx.eval(logits(model, other, history))
+                assert mx.array_equal(in_passes(model, ids, T), want), (T, history)
+                mx.eval(in_passes(model, other, history))
 
 
 def mlx_kernel(gpu, rows, matrices, quantized):
@@ -302,18 +292,15 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
     """So does the part of a rank that owns half of the experts."""
     path, calls = stored("qwen3_5_moe", weights), []
     monkeypatch.setattr(layers, f"on_{gpu}", lambda: True)
+
+    def note(self, x, indices):
+        calls.append((indices.size, self.down_proj.weight.shape[0]))
+
     for cls in (SwitchGLU, FusedSwitchGLU):
-        real = cls.__call__
-
-        def call(self, x, indices, real=real):
-            calls.append((indices.size, self.down_proj.weight.shape[0]))
-            return real(self, x, indices)
-
-        monkeypatch.setattr(cls, "__call__", call)
-    resident, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+        watched(monkeypatch, cls, "__call__", note)
+    resident = loaded(path, mode="resident")
     for slots, tokens in itertools.product((K, E - 1, E), (9, 24, 40)):
-        config = moelab.StreamConfig(mode=mode, slots=slots, kernels="mlx")
-        with load_model(path, config)[0] as model:
+        with loaded(path, mode=mode, slots=slots, kernels="mlx") as model:
             prompt = mx.arange(tokens)[None]
             want = resident(prompt)
             calls.clear()
@@ -334,27 +321,24 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
 @pytest.mark.parametrize("mode", ["resident", *STREAMED])
 def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkeypatch, mode):
     """Without CUDA a slot may be one record."""
-    config = moelab.StreamConfig(mode=mode, dtype="bfloat16", kernels="mlx", slots=E)
     monkeypatch.setattr(bank, "ROOM_SHARE", 100)
-    compute, called = QuantizedSwitchLinear.__call__, set()
 
-    def call(self, *args, **kwargs):
-        parameters = (p for _, p in tree_flatten(self.parameters()))
-        called.add((type(self), all(memoryview(p).c_contiguous for p in parameters)))
-        return compute(self, *args, **kwargs)
+    def form(layer, *args, **kwargs):
+        parameters = (p for _, p in tree_flatten(layer.parameters()))
+        return type(layer), all(memoryview(p).c_contiguous for p in parameters)
 
     def run():
-        with load_model(path, config)[0] as model:
+        with loaded(path, mode=mode, dtype="bfloat16", kernels="mlx", slots=E) as model:
             called.clear()  # of calls that ask for types while loading
-            return greedy_logits(model, PROMPT[0].tolist(), 3)
+            return answer(model, 3)
 
-    monkeypatch.setattr(QuantizedSwitchLinear, "__call__", call)
+    called = watched(monkeypatch, QuantizedSwitchLinear, "__call__", form)
     want = run()
     is_record = mode not in ("resident", "serial") and bank.can_empty()
     assert (QuantizedSwitchLinear, not is_record) in called, "this tests nothing"
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
     monkeypatch.setattr(bank, "can_empty", lambda: False)
-    assert np.array_equal(run(), want) and called == {(PaddedLinear, True)}
+    assert np.array_equal(run(), want) and {*called} == {(PaddedLinear, True)}
 
 
 @pytest.mark.parametrize("on_metal", (False, True))
@@ -366,7 +350,7 @@ def test_on_metal_slots_take_no_page_more(on_metal, monkeypatch):
 
 
 def test_a_cache_of_another_model_is_refused(path):
-    model, _ = load_model(path, moelab.StreamConfig(mode="resident"))
+    model = loaded(path, mode="resident")
     with pytest.raises(ValueError, match="cache: expected 2 entries, .* got 1"):
         model(PROMPT, cache=make_prompt_cache(model)[:1])
 
@@ -376,7 +360,7 @@ def test_a_prompt_takes_less_memory_than_resident():
     ids = mx.array([[(i * 37) % 500 + 5 for i in range(400)]])
     peak = {}
     for mode in ("resident", "fused"):
-        with load_model(TINY_MOE, moelab.StreamConfig(mode=mode, slots=8))[0] as model:
+        with loaded(TINY_MOE, mode=mode, slots=8) as model:
             cache = make_prompt_cache(model)
             mx.clear_cache()
             mx.reset_peak_memory()
@@ -389,7 +373,7 @@ def test_memory_is_given_back_once_after_a_long_prompt(path, monkeypatch):
     given = []
     monkeypatch.setattr("moelab.streaming.session.return_free_memory", lambda: given.append(1))
     monkeypatch.setattr("moelab.streaming.session.LONG_PROMPT", 9)
-    with load_model(path, moelab.StreamConfig(slots=K))[0] as model:
+    with loaded(path, slots=K) as model:
         for tokens, expected in ((9, 0), (3, 0), (1, 1), (4, 1), (1, 1)):
             mx.eval(model(PROMPT[:, :tokens]))
             assert len(given) == expected

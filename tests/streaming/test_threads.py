@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import families
 import mlx.core as mx
 import pytest
-from common import FAST, STREAMED
+from common import FAST, STREAMED, loaded
 from drafting import steps
 from families import K
 from mlx_lm.models.cache import make_prompt_cache
 
-import moelab
 from moelab.lab import limit
 from moelab.speculation.drafts import LookupDraft
-from moelab.streaming.model import load_model
 
 PROMPTS = [[5, 36, 67, 2, 33, 64, 95], [7, 11, 13], [1, 2, 3, 4, 5, 6], [90, 80, 70, 60, 50]]
 PROMPTS += [[(p + 1) % families.VOCAB for p in prompt] for prompt in PROMPTS[::-1]]
@@ -52,9 +50,8 @@ CONFIGS += [{"mode": "fused", "kernels": "mlx", "prefetch": "lookahead"}]
 @pytest.mark.parametrize("fields", CONFIGS, ids=lambda f: "-".join(map(str, f.values())))
 def test_threads_in_turn_and_at_once(hybrid, fields, any_reads):
     """Eight threads share a model that another thread loaded. Each gets the text it gets alone."""
-    config = moelab.StreamConfig(slots=K, **fields)
     with ThreadPoolExecutor(1) as pool:
-        model = pool.submit(load_model, hybrid, config).result()[0]
+        model = pool.submit(loaded, hybrid, slots=K, **fields).result()
     with model:
         want = [greedy(model, p) for p in PROMPTS]
         with ThreadPoolExecutor(3) as pool:
@@ -71,8 +68,7 @@ def test_threads_in_turn_and_at_once(hybrid, fields, any_reads):
 
 def test_a_generation_that_wanders_from_thread_to_thread(hybrid):
     """Each step runs in any free thread, as asyncio runs it."""
-    config = moelab.StreamConfig(slots=K, kernels="mlx")
-    with load_model(hybrid, config)[0] as model, ThreadPoolExecutor(3) as pool:
+    with loaded(hybrid, slots=K, kernels="mlx") as model, ThreadPoolExecutor(3) as pool:
         want = [greedy(model, p) for p in PROMPTS]
         texts = [written(model, p) for p in PROMPTS]
         steps = [list(pool.map(next, texts)) for _ in want[0]]
@@ -81,7 +77,7 @@ def test_a_generation_that_wanders_from_thread_to_thread(hybrid):
 
 def test_drafts_beside_other_threads(hybrid):
     """A verify pass hooks the model's layers. Another thread's call does not see the hooks."""
-    with load_model(hybrid, moelab.StreamConfig(slots=K, kernels="mlx"))[0] as model:
+    with loaded(hybrid, slots=K, kernels="mlx") as model:
         want = [greedy(model, p, 12) for p in PROMPTS]
 
         class Repeats(LookupDraft):

@@ -8,13 +8,13 @@ import zipfile
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import loaded
 from families import E, K
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.hooks import hooked
 from moelab.lab.route import route_by
-from moelab.streaming.model import load_model
 from moelab.streaming.trace import MEMBERS, Trace, TraceError
 
 L = 2
@@ -29,11 +29,8 @@ def random_trace(prefill=6, decode=5, seed=0, E=E, K=K):
 
 
 def run(model, steps=7):
-    cache = make_prompt_cache(model)
-    logits = [np.array(model(PROMPT, cache=cache)[0, -1])]
-    for t in range(steps):
-        logits.append(np.array(model(mx.array([[t + 3]]), cache=cache)[0, -1]))
-    return np.stack(logits)
+    calls, cache = [PROMPT, *mx.arange(3, 3 + steps).reshape(-1, 1, 1)], make_prompt_cache(model)
+    return np.stack([np.array(model(tokens, cache=cache)[0, -1]) for tokens in calls])
 
 
 def same(a, b):
@@ -72,7 +69,7 @@ def test_what_is_no_trace(tmp_path, in_time, monkeypatch):
     os.mkfifo(tmp_path / "fifo.npz")
     t.save(tmp_path / "bomb.npz")
     monkeypatch.setitem(MEMBERS, "experts.npy", (100, "iu", 3))
-    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("it is unpacked"))
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("unpacked"))
     for name, said in ("fifo", "expected a file"), ("bomb", "experts.npy unpacks to .* bytes"):
         with pytest.raises(TraceError, match=said):
             Trace.load(tmp_path / f"{name}.npz")
@@ -81,7 +78,7 @@ def test_what_is_no_trace(tmp_path, in_time, monkeypatch):
 @pytest.mark.parametrize("mode", ("resident", "serial", "buffers", "stacked", "fused"))
 def test_a_routed_model_runs_the_trace(moe, mode):
     trace = random_trace(4, 7)
-    model, _ = load_model(moe, moelab.StreamConfig(mode=mode, slots=K))
+    model = loaded(moe, mode=mode, slots=K)
     before = run(model)
     with (
         moelab.record(model),
@@ -110,7 +107,7 @@ def test_a_routed_model_runs_the_trace(moe, mode):
 @pytest.mark.parametrize("mode", ("resident", "serial", "fused"))
 def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(moe, mode, monkeypatch):
     """The recorder gets half of the last call's layers and must not raise an error of its own."""
-    model, _ = load_model(moe, moelab.StreamConfig(mode=mode, slots=K))
+    model = loaded(moe, mode=mode, slots=K)
     block = [m for m in model.modules() if "gate" in m and "switch_mlp" in m][1]
     real, fails = type(block).__call__, itertools.repeat(False)
 
@@ -137,7 +134,7 @@ def test_a_pass_that_fails_keeps_its_error_and_the_calls_before_it(moe, mode, mo
 
 
 def test_routed_waits_for_the_router(moe):
-    model, _ = load_model(moe, moelab.StreamConfig(mode="resident"))
+    model = loaded(moe, mode="resident")
     experts, chosen, graph = model.layers[0].mlp.switch_mlp, [], io.StringIO()
     router = mx.arange(K, dtype=mx.uint32).reshape(1, 1, K)
     with (

@@ -7,6 +7,7 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
+from common import loaded
 from families import VOCAB
 
 import moelab
@@ -15,7 +16,6 @@ from moelab.checkpoint import vlm
 from moelab.repack import repack
 from moelab.speculation.rollback import Rollback
 from moelab.streaming.disk_embedding import ROW_NBYTES, DiskEmbedding
-from moelab.streaming.model import load_model
 
 pytest.importorskip("mlx_vlm", reason="pip install --no-deps mlx-vlm")
 
@@ -26,12 +26,10 @@ PROMPT = mx.array([[(7 * i + 3) % VOCAB for i in range(40)]])
 TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
 
 
-def load(path, mode="fused", slots=4, kernels="mlx", **fields):
-    """Load with mlx-vlm's class. mlx-lm too has the families of ``BOTH``, so name the library."""
-    fields |= {"slots": slots} if mode in ("stacked", "fused") else {}
+def load(path, **fields):
+    """Load with mlx-vlm's class, which has to be asked for only with a family of ``BOTH``."""
     library = "mlx-vlm" if path.name in vlm_families.BOTH else "auto"
-    config = moelab.StreamConfig(mode=mode, kernels=kernels, library=library, **fields)
-    return load_model(path, config)[0]
+    return loaded(path, **{"slots": 4, "kernels": "mlx", "library": library} | fields)
 
 
 def logits(model, cache, prompt=PROMPT):
@@ -70,7 +68,7 @@ def checkpoint(tmp_path_factory):
 @pytest.mark.parametrize("mode", ["fused", "stacked", "serial"])
 def test_family_of_mlx_vlm(name, mode, checkpoint):
     path, want = checkpoint(name)
-    with load(path, mode) as model:
+    with load(path, mode=mode) as model:
         np.testing.assert_array_equal(logits(model, model.make_cache()), want)
         assert moelab.stats(model).prefill.bytes_read > 0
     if mode == "fused" and kernels.available():
@@ -118,23 +116,23 @@ def test_what_is_refused(case, tmp_path, monkeypatch):
     if case == "another version":
         monkeypatch.delattr("mlx_vlm.utils.update_module_configs")
     with pytest.raises(moelab.CheckpointError, match=f"{tmp_path}: .*{said}"):
-        load_model(tmp_path, moelab.StreamConfig(library=library))
+        loaded(tmp_path, library=library)
 
 
 def test_auto_takes_the_class_that_has_the_names(checkpoint, tmp_path, capsys, monkeypatch):
     """mlx-lm's olmoe has other names of tensors; both libraries' qwen3_5_moe have the same."""
     vlm_families.write_checkpoint("olmoe", tmp_path)
     moelab.footprint(tmp_path)
-    assert isinstance(load_model(tmp_path)[0], vlm.TextModel)
+    assert isinstance(loaded(tmp_path), vlm.TextModel)
     said = f"moelab: {tmp_path}: mlx-vlm's class is used: it has the tensors' names\n"
     assert capsys.readouterr().err == said  # once
-    assert not isinstance(load_model(checkpoint("qwen3_5_moe")[0])[0], vlm.TextModel)
+    assert not isinstance(loaded(checkpoint("qwen3_5_moe")[0]), vlm.TextModel)
     assert vlm.library_of({"model_type": "nemotron_h_puzzle"}) == "mlx-vlm"  # as its nemotron_h
     monkeypatch.setattr(vlm, "find_spec", {"mlx_lm": vlm.find_spec("mlx_lm")}.get)
     for library, words in ("mlx-lm", ""), ("auto", "not installed. pip install"):
         words = f"{tmp_path}: cannot build .* 39 parameters not in model: language_model.*{words}"
         with pytest.raises(moelab.CheckpointError, match=words):
-            load_model(tmp_path, moelab.StreamConfig(library=library))
+            loaded(tmp_path, library=library)
 
 
 @pytest.mark.parametrize("top_k, K", [(None, 3), (1, 2)])
@@ -184,7 +182,7 @@ def test_gate_and_up_in_one_tensor(name, layout, checkpoint, tmp_path):
         repack(path, path := tmp_path / "packed", progress=False)
     else:
         path = families.write_hugging_face(name, tmp_path / name)
-        whole = load(path, "resident")
+        whole = load(path, mode="resident")
         want = logits(whole, whole.make_cache())
     model = load(path)
     np.testing.assert_array_equal(logits(model, model.make_cache()), want)
