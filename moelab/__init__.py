@@ -2,9 +2,9 @@
 
 Each letter means the same everywhere: B batch, T tokens, D hidden size, F hidden size of an
 expert, E experts, K experts per token (top-k), S slots per layer, L layers. Names of sizes in
-bytes end in ``nbytes``, names of times in seconds in ``_s``.
+bytes end in ``nbytes``; names of times in seconds end in ``_s``.
 
-    checkpoint/     a model's files: headers, formats, errors of damaged files
+    checkpoint/     a model's files: headers, formats, errors about damaged files
     streaming/      ``load``: experts on disk, slots in memory, the plan of memory
     kernels/        kernels for CPUs, built with llvmlite; without llvmlite MLX computes
     speculation/    drafts, their verification, the rollback of caches
@@ -36,13 +36,13 @@ from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is i
 compiled.keep_own()
 
 __version__ = "0.2.0"
-# The engine's version, which records name. Raise it when the engine reads or computes other
-# things than before, or at other moments.
+# Each record names the engine's version. Raise the version when the engine reads or computes
+# something else than before, or at another moment.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 
-_PUBLIC = {  # public names by the module that defines them
+_PUBLIC = {  # public names, grouped by the module that defines them
     "checkpoint": "CheckpointError",
     "speculation.dflash": "DFlashDraft",
     "speculation.drafts": "LookupDraft ModelDraft",

@@ -100,7 +100,7 @@ def _check_options(name, command, words):
         option, _, value = word.partition("=")
         if not option.startswith("--") or " " in option:  # a value, not an option
             continue
-        if value == "--":  # argparse of Python 3.11 makes an empty list of it
+        if value == "--":  # argparse of Python 3.11 turns ``--`` into an empty list
             command.error(f"argument {option}: expected a value, got '--'")
         if known.get(option) != option:
             near = [o for o in known if o.startswith(option) or option.startswith(o)]
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # nobody reads stdout any more, as in "... | head -1"
         return 141  # a shell's status of a command that SIGPIPE ended
-    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # told in one line
+    except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # printed as one line
         said = str(error)
         if isinstance(error, OSError) and error.strerror:  # without Python's "[Errno 2]"
             said = f"{error.filename}: " * bool(error.filename) + error.strerror
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> int:
         print(said, file=sys.stderr)
         return 1
     except RuntimeError as error:
-        # MLX lacks memory, or macOS ended work that took a Mac's GPU too long.
+        # MLX lacks memory, or macOS ended a computation that kept the GPU busy for too long.
         if not re.match(r"\[(METAL|malloc|metal::malloc)\]", str(error)):
             raise
         long = re.search("Timeout|Interactivity", str(error))
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_current_folder():
-    """Raise an error that names the current folder if it was removed; later errors would not."""
+    """Raise an error that names a removed current folder; later errors would not name it."""
     try:
         os.getcwd()
     except FileNotFoundError as error:

@@ -10,8 +10,8 @@ layers route by a table. qwen3.8-flash-next uses mlx-vlm's class. Without mlx-vl
 class, which lacks hyper-connections, indexers, the n-gram table (51 B) and the table's readers (0.7
 B). glm-5.3-flash uses Kimi K3's class, which has another activation and lacks indexers and
 hyper-connections (0.12 B). kimi-k3 leaves out the vision part. deepseek-v4.1-flash leaves out the
-vision part, engram (mlx-lm refuses it) and the three draft layers. Vocabulary and untied head of
-olmoe-1b-7b are transformers' defaults. Kimi's lists of layers count from 1.
+vision part, engram (mlx-lm refuses it) and the three draft layers. The vocabulary and untied head
+of olmoe-1b-7b are transformers' defaults. Kimi's lists of layers count from 1.
 """
 
 import json
@@ -27,7 +27,7 @@ for _name, _config in CONFIGS.items():
 
 
 def one_of(names: Iterable[str], given: str, also: str = "") -> str:
-    """Return the name that ``given`` means, in any case and with any dashes; errors list others."""
+    """Return the name that ``given`` means, in any case and with any dashes; errors list names."""
     plain = {_plain(name): name for name in names}
     if _plain(given) in plain:
         return plain[_plain(given)]

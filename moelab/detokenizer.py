@@ -16,13 +16,13 @@ UNSURE = " 'nvr"  # after one of these, the next character may make clean-up dro
 class Detokenizer(StreamingDetokenizer):
     """The text of tokens after a prompt: ``decode(prompt + tokens)`` less the prompt's text.
 
-    mlx-lm's detokenizers decode the tokens as if no prompt came before. Its classes for byte-level
+    mlx-lm's detokenizers decode the tokens as if no prompt came before. The classes for byte-level
     BPE and SentencePiece drop the first space, which may belong to an indentation. The naive class
     drops a space after each line break, and adds text that clean-up later changes. Here a token
     adds the bytes that it has in the middle of a text. Half a character waits for its other bytes.
 
-    If bytes are not valid UTF-8, the whole characters among them stay, as in mlx-lm. In a row of
-    SentencePiece's byte tokens ``decode`` would replace these characters, too. A tokenizer whose
+    If bytes are not valid UTF-8, the whole characters among them stay, as in mlx-lm. ``decode``
+    would replace these characters, too, in a row of SentencePiece's byte tokens. A tokenizer whose
     decoder looks at a token's neighbours, like GPT-1's, needs mlx-lm's own class.
     """
 

@@ -51,8 +51,8 @@ def locate_experts(
     """Find where the experts' parameters, given by their paths in the model, lie in the files.
 
     The model's ``sanitize`` runs on placeholders. A placeholder that comes out unchanged is a whole
-    tensor on disk. The others are followed row by row; a parameter is left out if an expert's rows
-    are not contiguous in a file.
+    tensor on disk. Other placeholders are followed row by row; a parameter is left out if an
+    expert's rows are not contiguous in a file.
     """
     if checkpoint.packed:
         return {path: t for path, t in checkpoint.packed.items() if path in wanted}
@@ -90,7 +90,7 @@ def _sanitized(model, checkpoint):
 def unchanged(
     model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
 ) -> dict[str, Tensor]:
-    """Return, by path, the tensors of parameters that a file holds just as the model needs them."""
+    """Return the tensors on disk, by path, that are wanted parameters without any change."""
     *_, same = _sanitized(model, checkpoint)
     return {p: same[p] for p, a in wanted.items() if p in same and same[p].shape == a.shape}
 
@@ -102,8 +102,8 @@ def _expert_tensor(path, places, nbytes, p):
 
 
 def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
-    # The placeholder of each changed tensor holds row numbers in two equal columns. Two take little
-    # memory, and show a transposition or any arithmetic.
+    # The placeholder of each changed tensor holds row numbers in two equal columns. Two columns
+    # take little memory, and show a transposition or any arithmetic.
     numbered, starts, sources = dict(placeholders), [], []
     row = 1 << 40  # too large for a narrower type, so that a cast to one is noticed
     for name in changed:

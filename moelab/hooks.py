@@ -1,4 +1,4 @@
-"""``hooked`` replaces an object's calls for a while, ``call_instead`` a function for good."""
+"""``hooked`` replaces calls for a while; ``call_instead`` replaces a function for good."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class hooked:
     """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
 
     Hooks may end in any order; after the last one ends, the module has its own class again. The
-    hook that began last is called first, an ``innermost`` hook last. Entering the block again takes
-    about 2 us, so a pass may hook every layer.
+    hook that began last is called first; an ``innermost`` hook is called last. Entering the block
+    again takes about 2 us, so a pass may hook every layer.
     """
 
     module: object
@@ -68,7 +68,7 @@ def methods(cls: type) -> dict[str, Callable]:
 
 
 def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
-    """Copy a function, so that it finds ``names`` in place of its module's."""
+    """Copy a function; the copy finds ``names`` in place of its module's names."""
     copy = FunctionType(
         f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
     )
@@ -92,8 +92,8 @@ def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
     """Let a module's methods call ``replace(f)`` where they call the function ``f`` named ``name``.
 
-    The module gets another class. In training its methods call the original ``f``. While another
-    library has replaced ``f`` or the former class's method, they call the replacement.
+    The module gets another class. Its methods call the original ``f`` in training. The methods call
+    the replacement while another library has replaced ``f`` or the former class's method.
     """
     cls = type(module)
     own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that a call finds

@@ -1,9 +1,9 @@
 """Ctrl-C ends a command at once, and a call in Python at a point where nothing is half done.
 
 Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt raised
-in a destructor is lost. Raised in the standard library's ``Condition`` it leaves a lock taken, for
-which other threads wait for ever. So moelab raises none in these places. A command handles
-Ctrl-C by ``end``. A load, or a call of a streamed model, holds Ctrl-C back (``held``).
+in a destructor is lost. One raised in the standard library's ``Condition`` leaves a lock taken,
+and other threads wait for this lock for ever. So moelab raises none in these places. In a command
+Ctrl-C calls ``end``. A load, or a call of a streamed model, holds Ctrl-C back (``held``).
 """
 
 import os
@@ -25,7 +25,7 @@ _came = False  # whether there was a Ctrl-C that ``held`` holds back
 
 
 def end_at_ctrl_c() -> None:
-    """Have Ctrl-C end the process, unless it is ignored."""
+    """Let Ctrl-C end the process, unless Ctrl-C is ignored."""
     if getsignal(SIGINT) in (default_int_handler, SIG_DFL):
         signal(SIGINT, end)
         reads, writes = os.pipe()
@@ -35,7 +35,7 @@ def end_at_ctrl_c() -> None:
 
 
 def _watch(signals):
-    """End the process if the main thread cannot run ``end``, as while MLX evaluates a prompt."""
+    """End the process if the main thread cannot run ``end``, e.g. while MLX evaluates a prompt."""
     while number := os.read(signals, 1):
         time.sleep(1)
         if number[0] == SIGINT and getsignal(SIGINT) is end and not _ends:
@@ -68,7 +68,7 @@ def _kill_children():
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo`` if Ctrl-C ends the block, and print its result; ``after``: call it anyway."""
+    """Call ``undo`` if Ctrl-C ends the block and print its text; if ``after``, call it always."""
     _undo.append(undo)
     try:
         yield
@@ -106,7 +106,7 @@ class held:
         if self._holds:
             try:
                 signal(SIGINT, default_int_handler)
-            finally:  # a second Ctrl-C may be raised in between
+            finally:  # a second Ctrl-C may be raised before this line
                 came, _came = _came, False
             if came:
                 raise KeyboardInterrupt

@@ -15,40 +15,40 @@ from .system import HERE, Mac
 OWN_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 # Where memory is short, each array of ``MAPPED_NBYTES`` or more gets a mapping of its own, which
-# goes back to the system when the array is freed. glibc's own limit rises to 32 MB, and below it
-# freed arrays stay in the heap: 100 to 200 MB after a prompt. A mapping costs a page fault for each
-# new page. With mappings for arrays from 256 KB up, a prompt of 400 tokens took 19% longer; for
-# arrays from 8 MB up, 4% longer.
+# goes back to the system when the array is freed. glibc's own threshold rises to 32 MB, and smaller
+# arrays stay in the heap when freed: 100 to 200 MB after a prompt. A mapping costs a page fault for
+# each new page. A prompt of 400 tokens took 19% longer with mappings for arrays from 256 KB up, and
+# 4% longer with mappings for arrays from 8 MB up.
 MAPPED_NBYTES, M_MMAP_THRESHOLD = 8 << 20, -3
-# The most bytes of recurrent states that are kept for the positions of one verify pass; for more,
-# the recurrence is computed again.
+# The most bytes of recurrent states that are kept for the positions of one verify pass. If the
+# states need more, the recurrence is computed again.
 STATES_NBYTES = 256 * 2**20
-# Seconds to swap a page in. Linux: 4 KB from a swap file on an SSD (measured; from zram less).
+# Seconds to swap a page in. Linux: 4 KB from a swap file on an SSD (measured; zram takes less).
 # Mac: 16 KB from the compressor at 1.6 GB/s (assumed; no Mac was measured).
 PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
-# The memory that macOS and other programs need is assumed to be lognormal: ``NEED_NBYTES`` is the
-# median on a Mac of 16 GiB, ``NEED_GROWTH`` the power of the Mac's memory with which it grows. The
-# sources whose ``side`` is ``fit`` (data/recipes/published.py) are the evidence. With 16 GiB,
-# engines that left the system 3.4 and 5.8 GB made it swap (Godwit, qwisp), one that left 7.3 GB did
-# not (Godwit). With 48 GiB, one that left 17 to 24 GB made it compress memory (colibri), another
-# that left 18 GB did not (flash-moe). The memory that macOS withholds from a GPU grows with this
+# The memory that macOS and other programs need is assumed to be lognormal. ``NEED_NBYTES`` is the
+# median on a Mac of 16 GiB; the median grows as the Mac's memory to the power ``NEED_GROWTH``. The
+# sources whose ``side`` is ``fit`` (data/recipes/published.py) are the evidence. Macs of 16 GiB
+# swapped when engines left 3.4 and 5.8 GB to the system (Godwit, qwisp), and did not swap with
+# 7.3 GB left (Godwit). Macs of 48 GiB compressed memory with 17 to 24 GB left (colibri), and did
+# not with 18 GB left (flash-moe). The memory that macOS withholds from a GPU grows by the same
 # power: 4.5 GB of 16, 22 of 128.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
-# How many times as long a token takes on a Mac that swaps: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
+# A token's slowdown on a Mac that swaps; published: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
 WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
     f"takes some {CLIFF} times as long, by published speeds"
 )
-# A plan for a Mac may swap with these probabilities, by field of ``Most``. They are what the slots
-# gain, divided by what swapping costs. Assumed gains: a few more slots 1%, a slot for every expert
-# 50%. If only K slots in each layer fit, a model is refused only if swapping is more probable than
-# not.
+# A plan for a Mac may swap with these probabilities, by field of ``Most``. A probability is the
+# gain of the slots divided by the cost of swapping. Assumed gains: a few more slots 1%, a slot for
+# every expert 50%. If no more than K slots in each layer fit, a model is refused when swapping is
+# more probable than not.
 RISKS = 0.01 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 
 
 class Most(NamedTuple):
-    """The most bytes a plan may fill, with slots for some experts, for all, for K in each layer."""
+    """The most bytes a plan may fill with slots for some experts, for all, for K in each layer."""
 
     some: float
     every: float
@@ -107,7 +107,7 @@ def _held(folder):
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        prefix = "total_" if "total_inactive_file" in stat else ""  # v1: with the groups below it
+        prefix = "total_" if "total_inactive_file" in stat else ""  # v1: with all groups below
         pages = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
         return used - pages - int(stat.get("slab_reclaimable", 0))
     return 0
@@ -125,9 +125,9 @@ def memory_available() -> int:
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Seconds that bringing pages back from swap took so far, and would take if all came back.
+    """Return the seconds of swapping in so far, and the total seconds if all pages came back.
 
-    Linux: pages of this process, also pages of code that are read again from its files; None if no
+    Linux: pages of this process, also pages of code that are read again from files; None if no
     page is in swap. Mac: the pages that all programs have in the memory compressor, from which
     macOS swaps; None while memory is not short.
     """

@@ -28,7 +28,7 @@ def templated(
 
 
 def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
-    """Return ``template(prompt)`` without the text before the prompt, which a cache holds."""
+    """Return ``template(prompt)`` from the prompt on; a cache holds the text before."""
     text, mark = template(prompt), "<query>"
     before, found, _ = template(mark).partition(mark)
     if not found:

@@ -29,7 +29,7 @@ from .streaming.reading.reader import Reader
 from .streaming.residency.bank import ranges
 
 # ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each. After
-# ``MEASURE_S`` seconds ``FEWEST`` are enough. The first pair does not count: its memory is new.
+# ``MEASURE_S`` seconds, ``FEWEST`` pairs are enough. The first pair (new memory) does not count.
 SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
 
 
@@ -41,11 +41,11 @@ class Gain(NamedTuple):
 
     @property
     def quartiles(self) -> np.ndarray:
-        """How many times as fast an expert in one piece is read: lower quartile, median, upper."""
+        """The speedup of reading an expert in one piece: lower quartile, median, upper quartile."""
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """How many times as fast a text decodes if reads took ``wait_s`` of its ``time_s``."""
+        """Return the speedups of a text that took ``time_s``, with ``wait_s`` of reads in it."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -62,7 +62,7 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
     """Time reads of random experts as they lie, and of as many bytes in one piece, for some 0.2 s.
 
     Each read asks for as many experts as a token does in a layer. Pages in the page cache are read
-    from there, unless the reader reads past it. None if each expert lies in one piece already.
+    from there, unless the reader reads past it. Returns None if experts lie in one piece already.
     """
     layers = expert_ranges(facts.located)
     reads = max(map(len, layers), default=1)
@@ -91,7 +91,7 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
 
 
 def _in_one_piece(lies):
-    """Return a range as long as all of an expert's pieces, in the file of its first piece."""
+    """Return one range in the file of an expert's first piece, as long as all its pieces."""
     (file, first, _), size = lies[0], lies[0][0].stat().st_size
     nbytes = min(size, sum(n for *_, n in lies))
     return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]
@@ -117,7 +117,7 @@ def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memo
     """Return the seconds that one call takes to read all ``wanted``: (file, first byte, bytes)."""
     reads, rooms, at = [], [], 0
     for file, first, nbytes in wanted:
-        # Begin as far into a page of memory as of the file, so that whole blocks can be read.
+        # A range has the same offset in a memory page as in a file page: blocks are read whole.
         at += (first - at) % PAGE_NBYTES
         reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
         rooms.append(address_of(memory) + at - first % PAGE_NBYTES)

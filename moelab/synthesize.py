@@ -26,9 +26,9 @@ from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
 
 BITS = 4  # of a weight; mlx-lm's own default
-CHUNK_NBYTES = 16 << 20  # written at once: memory holds no more of a tensor
+CHUNK_NBYTES = 16 << 20  # the bytes of a tensor that are in memory and written at once
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's; an installed moelab has no data/
-# Families that can be written with fewer layers. Configurations of others list every layer.
+# Families that can be written with fewer layers. Configurations of other families list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
 # A layer's output has this standard deviation if its input has 1. Routed experts get more, because
 # eight near-equal scores scale them down, and each expert should change the next token. Other
@@ -142,7 +142,7 @@ def _header(tensors):
 
 
 def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
-    """Write a checkpoint of real sizes whose weights are a hole in a sparse file, all zero."""
+    """Write a checkpoint of real sizes; its weights are zeros, a hole in a sparse file."""
     tensors, config = plan(config, bits)
     header = _header(tensors)
     with open(folder / "model.safetensors", "wb") as file:
@@ -185,7 +185,7 @@ def synthesize(
     default it has as many ``layers`` as the real model, ``vocab`` is the tokenizer's, and
     ``tokenizer`` is tiny-moe's. ``routing`` is a trace or its file, recorded with the same
     tokenizer: for the trace's text, the routers choose experts with the trace's locality. Without
-    it they choose nearly uniformly, so that caches hit least.
+    ``routing`` the routers choose nearly uniformly, so that caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)

@@ -44,19 +44,19 @@ class System:
         return os.open(path, os.O_RDONLY)
 
     def is_alive(self, thread: int) -> bool:
-        """Whether a thread of this process, by its ``native_id``, has not ended."""
+        """Whether the thread with this ``native_id`` still runs in this process."""
         return False
 
     def cpu_name(self) -> str | None:
         """The processor's name."""
 
     def memory(self) -> tuple[int, int]:
-        """The machine's bytes of memory, and those of them that programs may still take."""
+        """The bytes of the machine's memory, and how many of them programs may still take."""
         found = psutil.virtual_memory()
         return found.total, found.available
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far, and these plus the pages that are still there."""
+        """Pages that came back from swap so far, and the sum of these and those still in swap."""
 
     def pressure(self) -> int | None:
         """How short memory is: 1 not short, 2 short, 4 very short."""
@@ -98,19 +98,19 @@ class Linux(System):
 
 
 class Mac(System):
-    """macOS, by its C library. Python lacks most constants of its headers: they are here."""
+    """macOS, by its C library. Python lacks most constants of the C headers, so they are here."""
 
     F_RDADVISE, F_RDAHEAD, F_NOCACHE = 44, 45, 48  # <sys/fcntl.h>
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
-    # <mach/host_info.h>: HOST_VM_INFO64, and places of its counts of 4 and of 8 bytes. psutil
-    # counts files' pages as swapped.
+    # <mach/host_info.h>: HOST_VM_INFO64, then the indices of two counts of 4 bytes and of two of 8.
+    # (psutil's counts are not used: it counts files' pages as swapped.)
     VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
     # macOS 27 has more counts, after the old counts. It refuses some requests for the old counts
     # alone (MIG_ARRAY_TOO_LARGE), such as psutil 7.2's, and then says how many words it has.
     TOO_LARGE, MOST_WORDS = -307, 1024
-    _words = 38  # words of 4 bytes to ask for, at first as in revision 1
-    _last = np.zeros(MOST_WORDS, np.uint32), 0  # the last counts of pages, and MLX's bytes then
+    _words = 38  # how many words of 4 bytes to ask for; revision 1 has 38
+    _last = np.zeros(MOST_WORDS, np.uint32), 0  # the last counts of pages, and what MLX held then
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
@@ -161,7 +161,7 @@ class Mac(System):
             raise OSError("macOS does not say how much memory is free (host_statistics64)")
         free = int(counts[self.FREE]) + int(counts[self.INACTIVE])  # as psutil counts
         page, held = os.sysconf("SC_PAGE_SIZE"), mx.get_active_memory() + mx.get_cache_memory()
-        # The kernel repeats an answer if it is asked often: the answer lacks what MLX did since.
+        # A kernel asked often repeats its answer: count what MLX took or freed since then.
         if not np.array_equal(counts, self._last[0]):
             self._last = counts, held
         return os.sysconf("SC_PHYS_PAGES") * page, free * page + self._last[1] - held
@@ -181,11 +181,11 @@ class Mac(System):
 
     @cached_property
     def _host(self):
-        """The kernel's port; cached, since each ``mach_host_self`` takes one more right to it."""
+        """The kernel's port, cached because each ``mach_host_self`` adds a right to the port."""
         return ctypes.c_uint32(self.libc.mach_host_self())
 
     def _ask(self, name, value):
-        """Read the kernel's value of a name into ``value``; return whether it has one."""
+        """Read the kernel's value of ``name`` into ``value``; return whether the kernel has one."""
         nbytes = ctypes.c_size_t(ctypes.sizeof(value))
         nothing = None, ctypes.c_size_t(0)
         return not self.libc.sysctlbyname(name, ctypes.byref(value), ctypes.byref(nbytes), *nothing)

@@ -71,13 +71,13 @@ SLOW = {
     "::test_every_slider_changes_the_figure": "00_start_here",
     # Two ranks stay, in every mode; with more ranks than cores they wait for each other.
     "::test_ranks_give_the_bits_of_one": r"^2\]",
-    # The other differences are found in the same way, and an error ends a rank as a kill does.
+    # Ranks find the other differences in the same way, and an error ends a rank as a kill does.
     "::test_ranks_that_differ_or_end": "slots|shard|SIG|other",
 }
 
 
 def pytest_configure(config):
-    """Handle Ctrl-C, which a process that a shell starts in the background ignores.
+    """Handle Ctrl-C, also if a shell started pytest in the background and so had it ignored.
 
     On a GPU, compute with the precision of a CPU.
     """
@@ -130,7 +130,7 @@ def in_time():
     """End a test that waits for ever."""
 
     def late(*_):
-        pytest.fail("it waits")  # not an OSError: a cache would ignore that
+        pytest.fail("it waits")  # not an OSError: a cache ignores an OSError
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(30)
@@ -141,7 +141,7 @@ def in_time():
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A function that runs a command: it returns status, stdout, stderr's last line and both."""
+    """A function that runs a command; returns status, stdout, stderr's last line, all output."""
 
     def run(*argv, stdin=None):
         if stdin is not None:

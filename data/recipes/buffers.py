@@ -114,7 +114,7 @@ def count(path):
 
 
 def kernels(path, tokens=64, rounds=5):
-    """Measure a token's seconds on the GPU by kind of kernel; a short prompt's are included."""
+    """Measure GPU seconds per token by kind of kernel; they include those of a short prompt."""
     from torch.profiler import ProfilerActivity, profile
 
     model = resident(path)

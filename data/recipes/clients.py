@@ -58,7 +58,7 @@ for (const [name, model] of Object.entries(clients(process.argv[2]))) {
 
 
 class Scripted(Speaker):
-    """An engine that writes given turns in order; it is silent before it first writes the last."""
+    """An engine that writes given turns in a cycle; it is silent once, before the last turn."""
 
     def __init__(self, turns):
         super().__init__()

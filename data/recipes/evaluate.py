@@ -1,4 +1,4 @@
-"""Print a checkpoint's and ``xz -9e``'s bits per byte of held-out text, and experts' shares.
+"""Print bits per byte of held-out text, by a checkpoint and by ``xz -9e``, and experts' shares.
 
     python data/recipes/evaluate.py data/models/tiny-moe
 

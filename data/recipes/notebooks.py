@@ -26,7 +26,7 @@ from moelab.lab.plots import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 800  # CSS pixels
-# A path of the machine that ran the notebook, in JSON, which doubles a backslash.
+# Matches a path of the machine that ran the notebook. JSON doubles a backslash of this path.
 # tests/test_docs.py forbids such paths.
 MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\\\)")
 # plotly warns that its options are ignored, because this script starts kaleido's server itself.

@@ -20,8 +20,8 @@ or lengths of prompts (``126,400,800``). A WORD is
   tokens that are timed after them; ``seconds=30``: each of the two ends after 30 seconds at most;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
-Built with CUDA, llama.cpp crashed in a process that had loaded MLX: each brings parts of the C++
-library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both take the system's.
+A llama.cpp built with CUDA crashed in a process that had loaded MLX: both bring parts of the C++
+library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both use the system's C++ library.
 """
 
 import ctypes

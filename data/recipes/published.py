@@ -7,15 +7,15 @@
 
 Nothing is measured: the tables are computed and printed.
 
-The rows are those of ``data/published.csv``. Before anything was fitted (by ``fit`` and
-``fit_zipf`` of this file at 6fe0031), three things were fixed: which rows count (``why_not``), to
-which sources the planner's constants are fitted and by which the planner is judged (``side``), and
-how the planner is judged (``by_source``, ``GOALS``).
+The rows are those of ``data/published.csv``. Three things were fixed before ``fit`` and
+``fit_zipf`` (of this file at 6fe0031) fitted the planner's constants: which rows count
+(``why_not``), which sources are for the fit and which for judging the planner (``side``), and how
+the planner is judged (``by_source``, ``GOALS``).
 
 In the file ``verified`` is ``record read`` (the authors' dated records or benchmark pages),
 ``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours). ``ssd_from``
-names the source of the SSD's rate, ``contradicts`` a row with another figure. Figures are those of
-the authors. If a field is empty, the source does not state it.
+names the source of the SSD's rate; ``contradicts`` names a row with another figure. Figures are
+those of the authors. If a field is empty, the source does not state it.
 """
 
 import hashlib

@@ -25,12 +25,12 @@ def speed(name, variant, column="tok_s"):
 
 
 def times(name, slow, fast, form=".2f"):
-    """Write how many times as fast ``fast`` decodes as ``slow``, by round."""
+    """Write the speed of ``fast`` divided by the speed of ``slow``, paired by round."""
     return span(paired(read(name), slow, fast), form)
 
 
 def host(name):
-    """Write which machine made a record, and whether an earlier engine did."""
+    """Write which machine made a record, and whether its engine was an earlier one."""
     of = read(name).attrs["machine"]
     age = " (an earlier engine)" if engine_of(of) < moelab.ENGINE else ""
     return f"{of['cores']} cores {'with' if of['gpu'] else 'of'} an {of['gpu'] or of['cpu']}{age}"

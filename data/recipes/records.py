@@ -3,16 +3,16 @@
     python data/recipes/records.py                   lists the parts, and which records are old
     python data/recipes/records.py ladder prompts    measures two parts
     python data/recipes/records.py cpu_ladder_35b    measures one record
-    python data/recipes/records.py old               measures the old ones; go on after a stop
+    python data/recipes/records.py old               measures the old ones; after a stop, the rest
 
 A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted while it was
 measured. A record of MLX alone has ``engine: null``.
 
 The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
 command (``{out}`` is the file, other words in braces are checkpoints, made once under
-build/records). ``notebook`` measures the record in a cell: save it there with
-``records.save("build/records/NAME.json", table)``, then name the record here. A record with
-neither was made by an earlier version. To add a record, write a file that has these words,
+build/records). ``notebook`` names a notebook with a cell that measures the record: save it there
+with ``records.save("build/records/NAME.json", table)``, then name the record here. A record with
+neither word was made by an earlier version. To add a record, write a file that has these words,
 ``"settings": {}`` and ``"rows": []``.
 """
 
@@ -80,7 +80,7 @@ def measured(name, header):
 
 
 def changes(old, new):
-    """Return a line for each median whose intervals lie apart in two records, then their number."""
+    """Return a line for each figure whose intervals lie apart in two records, then a count."""
     found, both, was = [], 0, groups(old)
     for key, samples in groups(new).items():
         if key in was:

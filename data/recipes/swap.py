@@ -64,7 +64,7 @@ def swapping(nbytes, swap_nbytes):
                     raise NoSwap("this kernel's cgroups do not count swap")
                 swaps.write_text("60" if prepared.how == limit.V1 else "max")
                 yield prepared
-        finally:  # also after Ctrl-C; a file that is still swapped to cannot be deleted
+        finally:  # also after Ctrl-C: a file that still serves as swap cannot be deleted
             with suppress(OSError):  # this system has no swapoff
                 subprocess.run(["swapoff", file], capture_output=True)
 

@@ -131,7 +131,7 @@ def _tensors(path, config):
     order = np.arange(values).reshape(keys, -1).T.ravel()
 
     def reordered(array, width, first=0, axis=0):
-        """Put value heads, ``width`` entries each from ``first`` on, into llama.cpp's order."""
+        """Put value heads (``width`` entries each, after ``first`` others) in llama.cpp's order."""
         heads = first + (order[:, None] * width + np.arange(width)).ravel()
         return mx.take(array, mx.array(np.concatenate([np.arange(first), heads])), axis)
 

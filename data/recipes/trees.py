@@ -8,7 +8,7 @@ COMMIT`` makes one; options are those of ``StreamConfig``, ``policy=lru``
 (``residency.table.EVICTION``), or ``limit=MB`` (0: none) in place of ``--limit``. A round runs all
 ways in random order, each in a new process. Under a limit (memory of the process and its page
 cache) the model's pages are dropped from the cache before each run. The command prints medians and
-quartiles of each way's figures, and of these divided by the first way's.
+quartiles of each way's figures, and of the ratios of these figures to the first way's.
 
 A run reads a prompt, then a recorded text token by token. All ways do the same work, and must
 choose the same tokens. The first ``--warm`` tokens are not timed. The warm-up round records a trace

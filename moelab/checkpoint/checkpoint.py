@@ -30,8 +30,8 @@ _computes = os.getpid() if parent_process() is None else None
 class Checkpoint:
     """The tensors of a model folder, each with its place on disk.
 
-    ``tensors`` are those of model*.safetensors, by name. ``packed`` are the experts of a repacked
-    folder, by the parameter's path in the model; for other folders ``packed`` is empty.
+    ``tensors`` has the tensors of model*.safetensors by name. ``packed`` has the expert tensors of
+    a repacked folder by their paths in the model, and is empty for other folders.
     """
 
     def __init__(self, path: str | Path):
@@ -79,8 +79,8 @@ class Checkpoint:
     def check_unchanged(self, *others: Path) -> None:
         """Raise if the weights, config.json or one of ``others`` changed.
 
-        Stamps show whether a file was replaced since the start, samples whether it was written over
-        since the first call.
+        Stamps show whether a file was replaced since the start. Samples show whether a file was
+        written over since the first call.
         """
         packed = (file for tensor in self.packed.values() for file in tensor.files)
         for file in {*self.files, *packed, self.path / "config.json", *others}:
@@ -122,7 +122,7 @@ def _stamp(file):
 
 
 def check_config(config: dict, file: Path, num_tensors: int) -> None:
-    """Refuse values with which mlx-lm would divide by 0 or build more layers than tensors exist."""
+    """Refuse values that make mlx-lm divide by 0 or build more layers than there are tensors."""
     for key, value in config.items():
         expected = None
         is_depth = key in ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
@@ -139,10 +139,10 @@ def check_config(config: dict, file: Path, num_tensors: int) -> None:
 
 
 def check_fork() -> None:
-    """Raise in a fork without MLX's threads, where evaluating an array would wait for ever."""
+    """Raise in a fork that lacks MLX's threads: evaluating an array there would wait for ever."""
     global _computes
     if os.getpid() != _computes:
-        stream = mx.default_stream(mx.cpu)  # only its own thread can synchronize a GPU's stream
+        stream = mx.default_stream(mx.cpu)  # another thread cannot synchronize a GPU's stream
         waits = threading.Thread(target=mx.synchronize, args=[stream], daemon=True)
         waits.start()
         waits.join(FORK_S)
@@ -152,7 +152,7 @@ def check_fork() -> None:
 
 
 def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
-    """Return the classes of a model and its arguments (``auto``: of the library that has them)."""
+    """Return the classes of a model and its arguments; ``auto`` picks the library that has them."""
     library = vlm.library_of(config) if library == "auto" else library
     return vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
 
@@ -192,7 +192,7 @@ def remedy(path: Path, config: dict) -> str:
     if not said and (path / "hf_quant_config.json").exists():
         said = {"quant_method": "modelopt"}
     method = said.get("quant_method") if isinstance(said, dict) else None
-    # mlx-lm reads every form of these, so a folder that it cannot load is damaged.
+    # mlx-lm reads every form of these formats, so a folder that it cannot load is damaged.
     if "quantization" in config or method in (None, "bitnet", "mxfp4", "mxfp8"):
         return "Download it again."
     name = shorten(f"{method} {said.get('format') or ''}".strip(), 60)
@@ -237,14 +237,14 @@ def mlx_lm_model(
             say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
             return built
         finally:
-            # mlx-lm's initial random weights are never evaluated. Until mx.random's state is
-            # evaluated, it keeps 120 kB of their graph for each load.
+            # mlx-lm's initial random weights are never evaluated. mx.random's state keeps 120 kB
+            # of their graph for each load until the state is evaluated.
             mx.eval(mx.random.state)
 
 
 @cache
 def say(line: str) -> None:
-    """Say a line on stderr, once."""
+    """Print a line to stderr, unless it was printed before."""
     print(f"moelab: {line}", file=sys.stderr)
 
 

@@ -91,7 +91,7 @@ def check_parts(value, like, where):
 
 
 def check_writable(path: str | Path, what: str) -> None:
-    """Raise if a file cannot be written, before any work for it. The file is not made."""
+    """Raise, before any work, if a file cannot be written; the file is not created."""
     path = Path(path)
     parent = next((p for p in path.absolute().parents if os.path.lexists(p)), Path("/"))
     try:
@@ -126,7 +126,7 @@ def new_folder(out: Path, nbytes: int, progress: bool) -> Iterator[tuple[Path, t
     if not parent.is_dir():
         raise OSError(f"{out}: no folder can be made in {parent}: name another")
     free = shutil.disk_usage(parent).free
-    if free < nbytes + (64 << 20):  # headers, the configuration, the tokenizer take less
+    if free < nbytes + (64 << 20):  # room for headers, configuration and tokenizer
         raise OSError(
             errno.ENOSPC,
             f"not enough disk in {parent}: {out.name} takes {nbytes / 1e9:.2f} GB, "

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from .files import FOR_MLX, CheckpointError, readable, regular_file, shorten
 
-# The safetensors format's names of dtypes, as mx.load maps them.
+# MLX's type for each dtype name of the safetensors format, as in mx.load.
 DTYPES = {
     "F64": mx.float64, "F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16,
     "I64": mx.int64, "I32": mx.int32, "I16": mx.int16, "I8": mx.int8,

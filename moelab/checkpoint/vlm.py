@@ -1,9 +1,9 @@
-"""Makes text models of mlx-vlm's families, for mlx-lm's loader, caches and generation.
+"""Builds text models of mlx-vlm's families for mlx-lm's loader, caches and generation.
 
-The model is mlx-vlm's own, without vision and audio. Its experts become mlx-lm's modules, which
-compute the same. Its caches become mlx-lm's where mlx-lm has the kind. So streaming, rollback and
-prompt cache files need not know mlx-vlm. A family whose experts have a known shape needs no code
-here.
+The model is mlx-vlm's own, without vision and audio. The model's experts become mlx-lm's modules,
+which compute the same. The model's caches become mlx-lm's caches where mlx-lm has that kind of
+cache. So streaming, rollback and prompt cache files need not know mlx-vlm. A family whose experts
+have a known shape needs no code here.
 """
 
 import inspect
@@ -35,8 +35,8 @@ ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among it
 COMPILED_ONCE = {"hy_v4"}
 # Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
-# The known shapes of experts: the names of a module's matrices ``[E, out, in]``. A joined
-# matrix is gate, then up.
+# The known shapes of experts: the names of a module's matrices ``[E, out, in]``. The rows of
+# ``gate_up_proj`` are those of gate, then those of up.
 SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 
 
@@ -51,7 +51,7 @@ class TextModel:
             held = child.modules() if isinstance(child, nn.Module) else ()
             if isinstance(child, ARRAYS) and not any(m is self.language_model for m in held):
                 del self[name]
-                object.__setattr__(self, name, child)  # for ``sanitize``; its weights are not read
+                object.__setattr__(self, name, child)  # for ``sanitize`` only; no weights are read
         found = [(path, _experts(m)) for path, m in self.named_modules()]
         self.update_modules(tree_unflatten([(path, m) for path, m in found if m is not None]))
 
@@ -66,7 +66,7 @@ class TextModel:
         return model(inputs, cache=cache, **kwargs).logits
 
     def make_cache(self) -> list:
-        """Make new caches, of mlx-lm's classes where it has the kind."""
+        """Make new caches, of mlx-lm's classes where mlx-lm has that kind of cache."""
         if hasattr(self.language_model, "make_cache"):
             return [_ours(c) for c in self.language_model.make_cache()]
         return [caches.KVCache() for _ in self.layers]
@@ -88,7 +88,7 @@ class TextModel:
 
         def predicate(path, module):
             said = own(path, module)
-            # mlx-vlm's key for rows that the usual group size does not divide.
+            # mlx-vlm's group size for rows whose length the usual group size does not divide.
             least = said.get("fallback_group_size") if isinstance(said, dict) else None
             return said if least is None else {"group_size": least, "bits": 4, "mode": "affine"}
 
@@ -141,7 +141,7 @@ def _states():
 
 
 def _ours(cache):
-    """Return mlx-lm's cache for mlx-vlm's empty cache; the same cache if mlx-lm lacks its kind."""
+    """Convert an empty cache of mlx-vlm to mlx-lm's class, if mlx-lm has that kind of cache."""
     kind = type(cache).__name__ if type(cache).__module__ == "mlx_vlm.models.cache" else ""
     match kind:
         case "KVCache":
@@ -158,7 +158,7 @@ def _ours(cache):
 
 
 def leaves(given: Iterable) -> Iterator:
-    """Yield the caches in a list; for a ``CacheList`` yield the caches in it."""
+    """Yield the caches of a list, and the inner caches in place of a ``CacheList``."""
     for c in given:
         yield from leaves(c.caches) if isinstance(c, caches.CacheList) else [c]
 
@@ -204,7 +204,7 @@ def classes(config: dict[str, Any]) -> tuple[type, Any]:
 
 
 def library_of(config: dict[str, Any]) -> str:
-    """Return the library that has a model type: mlx-lm if both do. CheckpointError if neither."""
+    """Return the library that has a model type, mlx-lm first; CheckpointError if none has it."""
     kind = str(config.get("model_type"))
     known = mlx_lm_utils.MODEL_REMAPPING.get(kind, kind)
     if "model_file" in config or _has("mlx_lm", "models", known):

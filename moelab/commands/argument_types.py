@@ -1,4 +1,4 @@
-"""Types of arguments: each returns a text's value, or raises an error that says what it expects."""
+"""Types of arguments: each turns a text into a value, or raises an error with what is expected."""
 
 import argparse
 import json

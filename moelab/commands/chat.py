@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _say_beyond(model, prompt, cache):
-    """Warn on stderr if a conversation is longer than the memory was planned for."""
+    """Warn on stderr if a conversation is longer than the context that memory was planned for."""
     plan = session_of(model).plan
     tokens = len(prompt) + max((getattr(c, "offset", 0) for c in cache), default=0)
     if plan and tokens > plan.context:
@@ -97,7 +97,7 @@ def _say_beyond(model, prompt, cache):
 
 
 def _progress(tokens, step):
-    """Make a callback that shows on stderr how much of a prompt of several steps was read."""
+    """Make a callback that shows progress on stderr while a prompt of several steps is read."""
     bar = tqdm(total=tokens, unit=" tokens", desc="prompt", disable=tokens <= step or None)
 
     def show(done, _):

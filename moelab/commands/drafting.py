@@ -29,7 +29,7 @@ def open_draft(
     """Open a draft: ``lookup``, ``mtp`` (the head in the target's folder), or a folder's draft."""
     if draft is None:
         return None
-    if on_cuda():  # cuDNN plans attention anew for each text length, which a round changes
+    if on_cuda():  # cuDNN plans attention anew for each text length; each round changes the length
         os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")  # MLX reads it at the first attention
     if draft == LOOKUP:
         return LookupDraft()

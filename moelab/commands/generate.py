@@ -127,7 +127,7 @@ def _say_gain(session, r, wait_s, path):
 
 
 def _figures(r, needed):
-    """Return the line of figures: of the last response, and of the counts since the first token."""
+    """Return the line of figures from the last response and the counts since the first token."""
     # mlx-lm counts the first token, but not its time.
     speed = r.generation_tps * (r.generation_tokens - 1) / r.generation_tokens
     line = f"{speed:.1f} tok/s, " if speed else ""

@@ -44,7 +44,7 @@ def quantized_given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Refuse, before a weight is read, cache options that mlx-lm would ignore or fail at later."""
+    """Refuse cache options that mlx-lm would ignore or fail at later; this reads no weights."""
     size, bits = getattr(args, "max_kv_size", None), getattr(args, "kv_bits", None)
     if size is None and bits is None:
         return
@@ -140,7 +140,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read a file's caches and metadata; raise an error if it is damaged or ``made`` differs."""
+    """Read a file's caches and metadata; refuse a damaged file, and one whose ``made`` differs."""
     held = read_header(file, "make it again")
     cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
@@ -185,7 +185,7 @@ class PromptFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, most: int, nbytes: int) -> list[Prompt]:
-        """Read the newest ``most`` prompts, of at most ``nbytes``; return the oldest first."""
+        """Read the ``most`` newest prompts, at most ``nbytes`` in all; return them oldest first."""
         prompts, files = [], []
         for file in self._folder.glob("prompt-????????????????.safetensors"):
             with _left_alone(file):
@@ -214,7 +214,7 @@ class PromptFiles:
         return tokens, cache, kind
 
     def write(self, prompts: Iterable[Prompt]) -> None:
-        """Write prompts, oldest first, and delete the files of forgotten prompts that were read."""
+        """Write prompts, oldest first; delete a file that was read if its prompt was forgotten."""
         for tokens, cache, kind in prompts:
             about = {"made": self._made, "tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
@@ -232,7 +232,7 @@ class PromptFiles:
 
 @contextmanager
 def _left_alone(file):
-    """Print an error of this file to stderr, so that other files are still read or written."""
+    """Print an error about this file to stderr; other files are still read or written."""
     try:
         yield
     except Exception as error:  # mlx-lm's code and MLX may raise anything

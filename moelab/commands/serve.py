@@ -65,7 +65,7 @@ def _load(args, config, group):
         if plan.caches_nbytes and args.kv_bits is None:
             served.room = max(1, kept // plan.caches_nbytes)
             served.room = min(ranks.gather(served.room)) if ranks else served.room
-        # The other texts may need all of their caches at once.
+        # The other texts may fill all of their caches at the same time.
         others = min(args.decode_concurrency, served.room) - 1 if served.is_batchable else 0
         kept = max(0, kept - others * plan.caches_nbytes)
     served.most_texts = min(args.decode_concurrency, 2 * served.room)
@@ -80,14 +80,14 @@ def _load(args, config, group):
 
 
 def _texts(args, path, config):
-    """Return how many texts memory is planned for: as the command line says, or as many as fit."""
+    """Return the number of texts to plan memory for: the command line's, or as many as fit."""
     if not config.asks_for_slots:
         return 1
     alone = plan(path, config, trust_remote_code=args.trust_remote_code)
     more = args.decode_concurrency - 1
     if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
-        # The caches of more texts get at most an eighth of the memory. They are planned for one
-        # text fewer than would fit, since the available memory changes.
+        # The caches of more texts get at most an eighth of the memory. One text fewer than would
+        # fit is planned, since the available memory changes.
         slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
         free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
         free = max(0, min(alone.memory_nbytes // 8, free))

@@ -83,7 +83,7 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Print to stderr, on rank 0, the plan of slots, or that ``--slots`` exceeds the experts."""
+    """Let rank 0 print the plan of slots to stderr, or that ``--slots`` exceeds the experts."""
     session = session_of(model)
     said, E, slots = session.plan, session.facts.num_experts, session.config.slots
     if said is None and session.residency.layers and slots > E:

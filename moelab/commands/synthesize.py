@@ -1,7 +1,7 @@
 """Write a random 4-bit checkpoint that has the exact layer shapes of a real model.
 
-The checkpoint is written in parts, so it need not fit in memory. The text that it generates is
-noise; reading and computing its layers costs as much as in the real Mixture-of-Experts model.
+The checkpoint is written in parts, so it need not fit in memory. Its text is noise, but its layers
+cost as much to read and compute as those of the real Mixture-of-Experts model.
 """
 
 import argparse

@@ -2,11 +2,11 @@
 
 MLX computes attention by two products of a BLAS (in its Linux packages the reference BLAS). Here
 values are added key after key, and a masked key adds exactly 0 to a query that sees any other key.
-So, if the cache holds the keys in order, a token's result does not depend on how a text is divided
-into passes. With a full rotating cache (gpt_oss, afmoe), which has another order, it does depend.
+So a token's result does not depend on how a text is divided into passes, if the cache holds the
+keys in order. A full rotating cache (gpt_oss, afmoe) does not: there the passes change results.
 
-A sum over n keys may overflow if a value exceeds float32's largest number / n. Then, and if a score
-overflows, the result is inf or NaN where MLX's result may be finite.
+A sum over n keys may overflow if a value exceeds float32's largest number / n. A score may
+overflow, too. The result is then inf or NaN, where MLX's result may be finite.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from . import code, quantized, team
 from .code import F32, I32, I64, Code, address, ir, to_mlx
 from .rowwise import NUMBER_WORK
 
-# Scores that are in memory at once; they stay in a core's cache.
+# The most scores that are in memory at once: so many stay in a core's cache.
 SCORES = 2**17
 
 
@@ -89,7 +89,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
         task[[0, 3, 5]] = address(k[b, h]), address(q[b, h, first:]), address(s)
-        task[6:] = each, each, n, keys, keys  # rows in order, then counts: ``quantized.TASK``
+        task[6:] = each, each, n, keys, keys  # row numbers, then counts (see ``quantized.TASK``)
         work = s.size * D
         team.run(scores_of, address(task), 1, pieces=team.pieces(work, keys // 2))
         if isinstance(mask, np.ndarray):
@@ -118,10 +118,10 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
 
 
 class _Softmax(Code):
-    """Turns scores into weights of a softmax, not divided by their sum.
+    """Turns scores into softmax weights that are not yet divided by their sum.
 
-    ``sums`` has each row's sink (a score without a value) or -inf, and gets the sink's weight. If
-    ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys.
+    ``sums`` has each row's sink (a score without a value) or -inf; the sink's weight replaces it.
+    If ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys.
     """
 
     signature = "*scores *sums rows keys seen first Tq"
@@ -178,7 +178,7 @@ class _AddUp(Code):
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)
         totals = [self.spread(self.load(sums, row, F32)) for row in rows]
-        size = self.L * 4  # numbers of a value that are added up side by side
+        size = self.L * 4  # how many numbers of a value are added up side by side
         for first in range(0, self.Dv, size):
             places = range(first, min(first + size, self.Dv), self.L)
 

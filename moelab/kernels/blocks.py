@@ -1,8 +1,8 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
-A block makes a dozen calls of native code. (MLX takes 16 to 60 us to evaluate each of its modules.)
-The kernels compute only float32 text without padding, with mlx-lm's caches. In all other cases, in
-training, with hooks, or after a library replaced a function, a block calls mlx-lm's own modules.
+A block makes a dozen calls of native code. (MLX takes 16 to 60 us to evaluate one module.) The
+kernels take only float32 inputs without padding and mlx-lm's caches. A block calls mlx-lm's own
+modules in all other cases, in training, with hooks, or after a library replaced a function.
 """
 
 from functools import lru_cache
@@ -39,7 +39,7 @@ class Recurred(NamedTuple):
 
 
 class Block(modules.Watched):
-    """Mixed into a class of mlx-lm's blocks. ``originals`` is for ``hooks.replaced``."""
+    """Mixed into a class of mlx-lm's blocks. ``hooks.replaced`` checks its ``originals``."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
@@ -76,7 +76,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
-    """Return a parameter ``[size]``; for a recorded program, in memory that nobody writes to."""
+    """Return a parameter ``[size]``; a recorded program gets memory that nobody writes to."""
     a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)

@@ -62,7 +62,7 @@ class Memory:
         self._now = self._at = 0
 
     def empty(self, *shape: int) -> np.ndarray:
-        """An array of float32 that is not filled."""
+        """Return an uninitialized float32 array."""
         n = prod(shape)
         while self._now < len(self._blocks) and self._at + n > self._blocks[self._now].size:
             self._now, self._at = self._now + 1, 0
@@ -75,7 +75,7 @@ class Memory:
 
 
 def empty(*shape: int) -> np.ndarray:
-    """An array of float32 that is not filled, in the recorded program's memory if there is one."""
+    """Return an uninitialized float32 array, in the recorded program's memory if there is one."""
     memory = getattr(recorded(), "memory", None)
     return np.empty(shape, np.float32) if memory is None else memory.empty(*shape)
 

@@ -16,7 +16,7 @@ Projections = tuple[list[Matrices], Matrices]  # of gate and up (or both in one)
 class FastExperts:
     """The experts of one layer. ``forward`` takes and gives numpy arrays."""
 
-    # If ``expecting``, a layer tells ``expect`` each token's likeliest experts before attention.
+    # If ``expecting``, a layer calls ``expect`` before attention, with ``expects`` experts a token.
     expects, expecting = 0, False
 
     def all_matrices(self) -> Projections | None:
@@ -31,7 +31,7 @@ class FastExperts:
     ) -> np.ndarray | None:
         """Compute ``[n * K, D]`` for tokens x ``[n, D]`` and their experts ``[n, K]``.
 
-        None if the kernels do not fit. If ``placed`` fits, it computes, and its ``y`` is returned.
+        None if the kernels do not fit. The result is ``placed.y`` if ``placed`` fits.
         """
         call = call_for(self.all_matrices(), x, routed.shape, placed)
         if call is None:
@@ -141,7 +141,7 @@ class PlacedExperts:
             packed = down.pack(rowwise.gated(hidden[:, :F], hidden[:, F:]))
             self._multiply([down], packed, self.y, np.arange(K))
         places = (self._program.places(tasks)[0] for tasks in self._tasks)
-        # Each run copies its experts' tasks from the tasks of all K.
+        # Each run takes the tasks of its experts from a copy of all K tasks.
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):
@@ -165,7 +165,7 @@ class PlacedExperts:
         return _form(found) == self._form
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute ``experts``, whose places among the K are ``pairs``, as ``ExpertCall`` does."""
+        """Compute as ``ExpertCall`` does; ``pairs`` are the places of ``experts`` among the K."""
         both = self._found[0], self._found[1:]
         for (arguments, i, tasks, of_all), matrices in zip(self._calls, both):
             now = tasks[: len(pairs)]

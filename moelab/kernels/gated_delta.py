@@ -1,6 +1,6 @@
 """mlx-lm's gated delta rule (Yang et al., arXiv 2412.06464) on a CPU, over all tokens of a pass.
 
-Without Metal mlx-lm loops over tokens, and each reads the state several times. Here a row of the
+Without Metal mlx-lm loops over tokens and reads the state several times a token. Here a row of the
 state stays in registers. A token's result does not depend on how a text is divided into passes.
 """
 
@@ -53,7 +53,7 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v must be contiguous."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
-    # From a token to the next. If T = 1, the time axis may have any stride: take the batch axis's.
+    # Steps from token to token. If T = 1, the time axis may have any stride: take the batch axis.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),
@@ -66,7 +66,7 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
 
 def fast_update(update: Callable) -> Callable:
     """Return mlx-lm's ``gated_delta_update``, computed by ``gated_delta``."""
-    # mlx-vlm's function has a second loop for prompts, and mlx-vlm's cache calls this function.
+    # mlx-vlm's ``update`` has a second loop for prompts, and mlx-vlm's cache calls ``update``.
     loops = {n: f for n, f in update.__globals__.items() if n in ("gated_delta_ops", CHUNKED)}
     fast = with_globals(update, {n: partial(gated_delta, ops=f) for n, f in loops.items()})
     fast.__globals__[update.__name__] = fast
@@ -75,7 +75,7 @@ def fast_update(update: Callable) -> Callable:
     def call(*args, use_kernel=True, **kwargs):  # ``use_kernel`` is False in training
         return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
 
-    call.is_fast = True  # ``recurrence`` then runs it again: faster than keeping every state
+    call.is_fast = True  # so ``recurrence`` reruns it, which is faster than keeping every state
     return call
 
 

@@ -26,7 +26,7 @@ from .code import to_mlx
 from .modules import FastMLP, Kept, is_itself
 from .quantized import Rows
 
-# A recurrent state of this many bytes or more is written in place; copying is faster for others.
+# A recurrent state of at least this size is written in place; a smaller state is copied faster.
 IN_PLACE_NBYTES = 512 * 1024
 MOST_TOKENS = 16  # a pass of more tokens is not recorded
 STATE = itemgetter("_kept", "_training")  # two of a module's attributes, for ``_state``
@@ -70,7 +70,7 @@ class Layer(blocks.Block):
         passes, n = self.__dict__["_passes"], len(x.x)
         found = passes.get(n)
         if found is not None and not found.is_valid():
-            found = passes.clear()  # no record is valid: all have the same modules
+            found = passes.clear()  # all records hold the same modules: none is valid
         if found is None:
             found = passes[n] = Pass.of(self, n)
         return None if found is None else found.run(x, mask, cache)
@@ -92,8 +92,8 @@ class DeltaPass:
         kept = self._mixer.recorder is not None
         in_place = not kept and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
-            # If nobody else holds the state's memory, MLX writes there, else to a copy. So the
-            # memory that MLX has written to is ours alone: it becomes the next state.
+            # MLX writes into the state's memory if nobody else holds it, else into a copy. So only
+            # this pass holds the memory that MLX wrote to: this memory becomes the next state.
             state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
             del now
             cache[1] = None
@@ -192,7 +192,7 @@ class Pass:
         try:
             parts = chain.from_iterable(map(call, self._parts_of, all_own))
             same = _state(all_own) == self._state and all(map(is_, parts, self._parts))
-        except KeyError:  # an array, or what was kept, is gone
+        except KeyError:  # an array or ``_kept`` is gone
             return False
         return same and not replaced(self._originals)
 
@@ -213,7 +213,7 @@ class Pass:
 
 
 def _state(modules):
-    """Return what must stay equal besides arrays. Hooks may change the layer's own class."""
+    """Return what must stay equal besides arrays, but not the layer's class: hooks change it."""
     return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
 
 
@@ -248,8 +248,8 @@ CALLED = {
 def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     """Let a model compute with these kernels. Return how many modules do, and how many do not.
 
-    In training (``model.train()``) layers compute with MLX: these kernels have no gradients. If you
-    change in place a parameter that you got as ``module["name"]``, assign the parameter again.
+    In training (``model.train()``) layers compute with MLX: these kernels have no gradients. Assign
+    a parameter again if you got it as ``module["name"]`` and changed it in place.
     """
     found, memory = Counter(fast=0, mlx=0), code.Memory()
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
@@ -272,7 +272,7 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
 
 
 def blocks_of(model: nn.Module) -> dict[str, int]:
-    """Count the blocks that the kernels compute as a whole, for each class name of mlx-lm."""
+    """Count the blocks that the kernels compute as a whole, by their class name in mlx-lm."""
     return dict(Counter(type(m).__name__ for m in model.modules() if isinstance(m, blocks.Block)))
 
 

@@ -1,6 +1,6 @@
 """mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
-A module with matrices computes as soon as it is called, and evaluates its input. MLX adds a bias.
+A module with matrices computes as soon as it is called, and evaluates its input. MLX adds its bias.
 Where the kernels do not fit (half precision, other quantizations, a GPU), MLX computes the module.
 """
 
@@ -19,8 +19,8 @@ from ..system import HERE, Mac
 from . import code, quantized, rowwise
 from .code import to_mlx
 
-# MLX computes a plain matrix with fewer weights than this. It is as fast there, even with the
-# reference BLAS of its Linux packages. On macOS it has a fast BLAS and computes all plain matrices.
+# MLX computes a plain matrix with fewer weights than this: MLX is as fast there, even with the
+# reference BLAS of Linux packages. On macOS MLX has a fast BLAS and computes all plain matrices.
 FLOAT_WEIGHTS = 2**14
 
 
@@ -87,7 +87,7 @@ def _fits(module, types=(mx.float32, mx.bfloat16)):
     weight, scales, biases = module["weight"], module["scales"], module.get("biases")
     group, bits, mode = module.group_size, module.bits, module.mode
     return (
-        None not in (group, bits)  # both are None if mlx-lm was told a mode alone
+        None not in (group, bits)  # both are None if mlx-lm was given only a mode
         and weight.shape[:-1] == scales.shape[:-1]
         and weight.shape[-1] * 32 == scales.shape[-1] * group * bits
         and (biases is None or biases.shape == scales.shape)
@@ -106,7 +106,7 @@ class Kept:
         self.arrays, self.made, self.owned = arrays, made, owned
 
     def __deepcopy__(self, memo):
-        return None  # a copy of the module has arrays of its own
+        return None  # a copied module has its own arrays, so ``made`` does not fit
 
 
 class Watched:
@@ -130,7 +130,7 @@ class Watched:
 
 @cache
 def with_mixin(mixin: type, cls: type) -> type:
-    """Return a subclass of ``cls`` with a mixin. ``originals`` is for ``hooks.replaced``."""
+    """Return a subclass of ``cls`` with a mixin. ``hooks.replaced`` checks its ``originals``."""
     kept = {"__module__": cls.__module__, "originals": ((cls, "__call__", cls.__call__),)}
     return type(cls.__name__, (mixin, cls), kept)
 
@@ -179,7 +179,7 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """Return a view of ``a``: MLX writes to no memory that a view holds. ``a`` if MLX copied it."""
+    """Return a view of ``a``, so that MLX does not write to its memory; ``a`` if MLX copied it."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -268,7 +268,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``, which a call on strings shows."""
+    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``; a call with strings tells."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -285,7 +285,7 @@ def _is_mlp(cls):
 
 
 class _Conv1d(_Fast):
-    """Convolves each channel with a filter, by lazy products. MLX's own takes ten times as long."""
+    """Convolves each channel with a filter, by lazy products. MLX takes ten times as long."""
 
     @property
     def taps(self) -> Kept:

@@ -21,11 +21,11 @@ from . import code, team
 from .code import F32, I8, I16, I32, I64, Code, Kernel, address, ir
 
 WORD = 32  # bits of a word of packed weights
-# A mode's bits of a weight, and numbers of weights that share a scale. ``float`` is plain float32.
+# Each mode's possible bits of a weight and group sizes. ``float`` is plain float32.
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
-# Keys: rows of x that share an unpacked weight. Values: rows of weights computed side by side.
-# Rows of weights are far apart: a processor prefetches each of several streams it reads in order.
+# Keys: how many rows of x share an unpacked weight. Values: how many rows of weights are computed
+# side by side. These rows lie far apart: a processor prefetches each of several ordered streams.
 # Two cores of a Xeon read weights from memory at 29 GB/s if a task takes four rows that lie far
 # apart, and at 16 GB/s if it takes two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
@@ -65,9 +65,9 @@ class Parts(NamedTuple):
 
     matrix: np.ndarray  # ``[parts]``, the matrix of each part
     first: np.ndarray  # ``[parts]``, the place in ``x`` and ``y`` where the part begins
-    rows: np.ndarray  # ``[parts]``, how many rows
-    x: np.ndarray  # numbers of rows of x, part after part
-    y: np.ndarray  # numbers of rows of y for their products
+    rows: np.ndarray  # ``[parts]``, how many rows the part has
+    x: np.ndarray  # row numbers in x, part after part
+    y: np.ndarray  # row numbers in y, for the products of these rows of x
 
     @classmethod
     def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
@@ -129,7 +129,7 @@ class Matrices:
         return Rows(x).multiply(self)[0]
 
     def multiply_parts(self, packed: Packed, parts: Parts, y: np.ndarray) -> None:
-        """Multiply packed rows with several matrices into y ``[n, N]``; y's rows may be apart."""
+        """Multiply packed rows with several matrices into y ``[n, N]``; y may be strided."""
         if y.shape[1] != self.outputs:
             raise ValueError(f"expected room for rows of {self.outputs}, got {y.shape[1]}")
         tasks = np.empty((len(parts.matrix), TASK), np.int64)
@@ -201,7 +201,7 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 
 
 class _Packer(Code):
-    """Packs rows x in the order of ``Packed``, in blocks of L * n inputs, as L words have."""
+    """Packs rows x in the order of ``Packed``, in blocks of the L * n inputs of L words."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"
@@ -320,7 +320,7 @@ class _Product(Code):
         # A slot may begin at any byte of its buffer.
         words = [self.load(w, i, self.ints, align=1) for i in at]
         for i in at:
-            # 4 KB ahead: processors themselves prefetch to the end of a page only.
+            # Prefetch 4 KB ahead: processors themselves prefetch only to the end of a page.
             ahead = self.b.gep(w, [self.add(i, 4096 * 8 // WORD)])
             ahead = self.b.bitcast(ahead, I8.as_pointer())
             # The arguments mean: fetch data, for reading, into the second-level cache.

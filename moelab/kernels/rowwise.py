@@ -20,7 +20,7 @@ def rms_norm(
 ) -> np.ndarray:
     """Divide rows ``[n, H, D]`` or ``[n, D]`` by the root of their mean square, as MLX does.
 
-    ``add`` is added to x before, in place; ``scale`` and the silu of ``gate`` multiply the result.
+    ``add`` is first added to x in place; ``scale`` and the silu of ``gate`` multiply the result.
     """
     D = x.shape[-1]
     out = empty(*x.shape) if out is None else out
@@ -34,7 +34,7 @@ def rms_norm(
 
 
 def _places(a):
-    """Return an array's address and the distances between its groups and between a group's rows."""
+    """Return an array's address and the distances from group to group and from row to row."""
     if a is None:
         return 0, 0, 0
     first, second = (a.strides[0], a.strides[1]) if a.ndim == 3 else (a.strides[0], 0)

@@ -54,7 +54,7 @@ def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
 
 
 class Program:
-    """Calls of ``run``, recorded once with the memory they use, and then made in one call.
+    """Calls of ``run`` that are recorded once, with their memory, and repeated in one call.
 
     with program.recording():
         y = rowwise.rms_norm(x, ...)  # computes nothing yet
@@ -118,7 +118,7 @@ class Team:
         self.address = self._memory.ctypes.data
         self.lead, self._serve = code.kernel_of(_Lead, 8), code.kernel_of(_Serve, 8)
         begin = time.perf_counter()
-        self._serve(self.address, 1000)  # measures how long a look takes
+        self._serve(self.address, 1000)  # 1000 looks for work, to time one look
         self._spins = int(SPIN_S / (time.perf_counter() - begin) * 1000)
         self._awake = ctypes.c_int64.from_address(self.address + 8 * AWAKE)
         self._ended = False
@@ -173,7 +173,7 @@ class _Shared(Code):
         b = self.b
         self.team, self.spins = self.pointer(self.arguments[0], I64), b.alloca(I64)
         b.store(I64(0), self.spins)
-        # A processor's instruction which says that a thread only waits; None if it has none.
+        # The processor's instruction for a waiting thread; None if the processor has none.
         name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
         kinds, self._hint = [I32] * len(hint), [I32(n) for n in hint]
         self._pause = name and self._declare(name, ir.VoidType(), kinds)
@@ -210,7 +210,7 @@ class _Shared(Code):
         self.b.position_at_end(after)
 
     def take(self):
-        """Compute the job's next piece if no other thread takes it. Return whether one was left."""
+        """Compute the next piece if no other thread takes it. Return whether a piece was left."""
         b = self.b
         job, mask = self.read(JOB), I64(MOST_PIECES)
         pieces, piece = b.and_(b.lshr(job, I64(NEXT_BITS)), mask), b.and_(job, mask)
@@ -265,7 +265,7 @@ class _Lead(_Shared):
 
 
 class _Serve(_Shared):
-    """Takes pieces until ``spins`` looks in a row found none."""
+    """Takes pieces until ``spins`` looks in a row found no piece."""
 
     signature = "team spins"
 

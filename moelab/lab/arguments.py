@@ -9,7 +9,7 @@ from ..commands.stream_options import option_type
 from ..streaming.config import OPTIONS, SLOT_MODES, StreamConfig
 from ..streaming.residency.table import EVICTION
 
-MEASURED_SLOTS = 16  # if none are given: slots="auto" would depend on the machine
+MEASURED_SLOTS = 16  # the slots if none are given; slots="auto" would depend on the machine
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Each takes a table of samples (``records.read``, or what an experiment returned) and names of
 columns, or an expression of columns: ``bars(samples, "decode_s * 1e3 / decode_tokens")``. Title and
 finding are the caller's words. The note under the title (model, n, page cache), the machine and
-the figure in words follow from the table.
+the figure's description follow from the table.
 """
 
 import math
@@ -27,7 +27,7 @@ BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
 WIDTH = 880  # pixels of all panels together, about
 LABEL_CHARACTERS, NARROW_LABEL_CHARACTERS = 26, 15
 MOST_COLUMNS = 3
-COLORS = 6  # bars take the first six: black would hide whiskers, yellow numbers
+COLORS = 6  # bars take the first six colors: black hides whiskers, yellow hides numbers
 
 
 def bars(
@@ -273,7 +273,7 @@ def _number(value):
 
 
 def _numbers(fig, ends, labels, texts, place):
-    """Write a number right of each bar and whisker, on white: a limit's line may be there."""
+    """Write a number right of each bar and its whisker, on white: a limit's line may cross it."""
     shown = {"xanchor": "left", "xshift": 4, "showarrow": False, "bgcolor": "white"} | place
     for x, y, text in zip(ends, labels, texts):
         fig.add_annotation(x=x, y=y, text=text, borderpad=0, **shown)

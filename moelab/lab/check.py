@@ -41,12 +41,12 @@ MIN_COLD_BYTES_PER_S = 0.2e9  # a network or a spinning disk is slower
 MORE_RUNS = 4  # repeats of a cold read that was too slow
 # ``--json``: tokens of the prompt, number of texts, seconds after which no further text begins.
 PROMPT, TEXTS, MOST_S = 400, 10, 60
-START, TOKENS, WARMUP = 8, 24, 8  # tokens of each text: given, timed, decoded before the clock
+START, TOKENS, WARMUP = 8, 24, 8  # tokens of each text: given, timed, decoded as warm-up
 FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
 
 def dispatch_cost() -> tuple[float, float]:
-    """Return a small operation's seconds: in a chain evaluated at its end, and evaluated alone."""
+    """Return the seconds of a small operation, in a chain with one evaluation and by itself."""
 
     def timed(each):
         x, started = mx.zeros((1, 8)), time.perf_counter()
@@ -74,7 +74,7 @@ def findings(
     of = f"{HERE.memory()[0] / 2**30:.1f} GiB"
     of += f", cgroup limit {limit / 2**30:.1f} GiB" if limit else ""
     yield (
-        # macOS compresses other programs' memory: there is enough while its pressure is 1.
+        # macOS compresses other programs' memory: at a memory pressure of 1 there is enough.
         free >= MIN_MEMORY_NBYTES or HERE.pressure() == 1,
         f"memory: {free / 2**30:.1f} GiB available of {of}",
         f"{MIN_MEMORY_NBYTES >> 30} GiB are needed: close other programs or raise the limit",
@@ -189,7 +189,7 @@ def _decoded(path, config, bar):
     name = config.mode + (f"/slots={config.slots}" if config.mode != "resident" else "")
     begin, opened = time.monotonic(), Opened(path, Variant(config))
     with opened.model as model:
-        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # it is always installed
+        ids = opened.tokenizer.encode(Path(records.__file__).read_text())  # always installed
         prompt, cache = mx.array([ids[:PROMPT]]), make_prompt_cache(model)
         drop_pages(path)
         started = time.perf_counter()
@@ -212,7 +212,7 @@ def _decoded(path, config, bar):
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
     """Print each finding, write all to ``file`` as a record, and return whether all is well."""
-    if model is not None:  # refuses a draft or a model without experts at once
+    if model is not None:  # refuse at once a draft, and a model without experts
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}

@@ -12,7 +12,7 @@ there is an effect has an equivalence bound: an effect smaller than ``within`` (
 none, so an interval below this bound refutes, too.
 
 A claim is said without a condition. So one regime can refute it, and more than half must confirm
-it. If some regimes confirm it and others refute it, the verdict is ``depends``. Else it is open.
+it. If some regimes confirm and others refute it, the verdict is ``depends``; else it is ``open``.
 """
 
 import functools
@@ -27,9 +27,9 @@ from . import charts, records
 
 VERDICTS = "confirmed", "refuted", "depends", "open", "not testable here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
-# What an expression may name, beside ``read``.
+# Names that an expression may use, besides ``read``.
 NAMES = {"group": records.group, "of": records.values, "ratio": records.paired}
-# Addresses on GitHub, by words in a source's name; the first words that are found count.
+# Keys: words in a source's name; the first that match count. Values: its address on GitHub.
 SOURCES = {
     "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
     "dflash issue 91": "z-lab/dflash/issues/91",
@@ -45,8 +45,8 @@ SOURCES = {
 class Figure:
     """What was measured for a claim in one regime."""
 
-    regime: str  # where and how it was measured
-    median: float  # of the samples, or the count
+    regime: str  # where and how the figure was measured
+    median: float  # the median of the samples, or the count
     low: float  # low to high: the interval of the median
     high: float
     n: int  # samples; 0 for a count
@@ -86,7 +86,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """The reason: the claim's own words, or how many regimes say so, and the first of them."""
+        """The claim's own reason, or how many regimes say so and the first regime's figure."""
         verdict = self.verdict
         if found := self.claim.get("cannot") or self.claim.get("why", {}).get(verdict):
             return found

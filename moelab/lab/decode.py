@@ -31,12 +31,12 @@ ACCEPT = 0.8  # share of right guesses of the draft ``oracle``; ``oracle:0.7`` s
 class Decoded:
     """The result of one timed run."""
 
-    tokens: list[int]  # the first after the prompt, the warm-up's, the timed ones
+    tokens: list[int]  # the first token after the prompt, the warm-up's tokens, the timed tokens
     prefill_s: float  # seconds of the prompt and of the token after it
     decode_s: float  # seconds of the timed tokens together
     counters: Counters | None  # of the timed tokens; None if mlx-lm loaded the model
     decode_tokens: int = 0  # how many tokens were timed
-    # Of each timed round with a draft: tokens drafted, accepted; seconds of draft, verify pass.
+    # For each timed round with a draft: drafted and accepted tokens; draft and verify seconds.
     rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
 
 
@@ -60,8 +60,8 @@ def decode(
 ) -> Decoded:
     """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
-    As in mlx-lm's ``generate_step``, a token is scheduled before the last one is read. But nothing
-    is scheduled when the clock starts or stops, so exactly ``tokens`` passes are timed.
+    Each token is scheduled before the last token is read, as in mlx-lm's ``generate_step``. But
+    nothing is scheduled when the clock starts or stops, so exactly ``tokens`` passes are timed.
     ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are
     functions called with the clock stopped: ``before_prompt``, ``before_clock``, ``before_token``.
     With ``before_token`` each token is read before the next is scheduled.
@@ -109,12 +109,12 @@ def decode_drafted(
     With ``feed`` the text continues with the ids of ``feed``. The returned tokens are then those
     that the target would have chosen, as in ``decode``.
     """
-    chosen = {}  # the target's choice of each place; rejected places are chosen again
+    chosen = {}  # the target's token at each place; a rejected place gets a new one
 
     def fed(tokens, logits):
         i = tokens.size - len(prompt_ids)
         chosen[i] = mx.argmax(logits, axis=-1)
-        mx.async_eval(chosen[i])  # a lazy choice would keep the logits
+        mx.async_eval(chosen[i])  # a lazy choice would keep its logits in memory
         token = feed[min(i, len(feed) - 1)]
         return mx.where(mx.arange(logits.shape[-1]) == token, logits, -mx.inf)
 
@@ -150,7 +150,7 @@ def _timed(
         stats(model, reset=True)
     if before_prompt:
         before_prompt()
-    # As in mlx-lm's own loop, macOS must not swap the GPU's memory out while tokens are timed.
+    # Keep macOS from swapping out the GPU's memory while tokens are timed, as mlx-lm's loop does.
     with wired_limit(model, [generation_stream]), closing(rounds):
         begin = time.perf_counter()
         for made, drafted in rounds:

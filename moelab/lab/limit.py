@@ -50,7 +50,7 @@ class Limited:
 
     @property
     def killed(self) -> bool:
-        """Whether the command was killed, as the kernel kills a process over its limit."""
+        """Whether SIGKILL ended the command: the kernel sends it to a process over its limit."""
         return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # or a shell's status
 
 

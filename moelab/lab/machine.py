@@ -35,7 +35,7 @@ def _cpu_name() -> str:
 
 @functools.lru_cache
 def card() -> dict[str, Any]:
-    """Describe this machine and its versions, for a figure's subtitle and for a record."""
+    """Describe this machine and the versions of its software, for figures and for records."""
     gpu = mx.device_info().get("device_name", "GPU") if mx.default_device() == mx.gpu else None
     (total, _), limit = HERE.memory(), memory_limit()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -64,7 +64,7 @@ def card_line(card: dict[str, Any] | None = None) -> str:
 
 
 def engine_of(card: dict[str, Any]) -> int:
-    """Return the number of the engine that made a record; a record of MLX alone has today's."""
+    """Return the number of the engine that made a record; if MLX alone made it, ``ENGINE``."""
     return card.get("engine", 1) or ENGINE
 
 
@@ -84,8 +84,8 @@ def read_speed(
 ) -> float:
     """Measure random reads of a file in bytes per second; ``cold`` first drops the file's pages.
 
-    ``direct`` reads past the page cache, whose own work can take longer than the disk's. Then
-    ``nbytes`` must be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
+    ``direct`` reads past the page cache, because the page cache can take longer than the disk.
+    ``nbytes`` must then be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))

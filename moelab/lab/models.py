@@ -9,7 +9,7 @@ from ..configs import CONFIGS, one_of
 from ..memory import Most
 from ..streaming.config import MOST_NBYTES, StreamConfig
 from ..streaming.facts import ModelFacts
-from ..streaming.model import find as folder  # noqa: F401 (the experiments' name for it)
+from ..streaming.model import find as folder  # noqa: F401 (experiments call it ``folder``)
 from ..streaming.plan import Plan, plan, plan_of
 from ..synthesize import BITS, write_headers
 
@@ -49,7 +49,7 @@ def settings_of(plan: Plan) -> dict[str, int]:
 
 
 def recorded(settings: dict) -> Plan:
-    """Rebuild the plan that a record keeps, of a model whose layers have equally many experts."""
+    """Rebuild a plan from a record; all layers of the model must have equally many experts."""
     L, E, K = (settings[name] for name in "LEK")
     facts = ModelFacts(
         experts=dict.fromkeys(map(str, range(L)), E),

@@ -1,4 +1,4 @@
-"""The operating system's page cache: drop a file from it, and count what the disk brings."""
+"""The operating system's page cache: drop a file's pages, and count bytes read from the disk."""
 
 import os
 from pathlib import Path

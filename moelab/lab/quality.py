@@ -17,7 +17,7 @@ class Windows:
 
     ids: np.ndarray  # ``[N, T + 1]``; the first id of a row is only read, the others predicted
     counts: np.ndarray  # ``[N]`` how many ids of each row are predicted; the rest is padding
-    nbytes: np.ndarray  # ``[N]`` bytes of the text of these ids
+    nbytes: np.ndarray  # ``[N]`` bytes of the text of each row's predicted ids
 
 
 def windows(tokenizer, texts, length: int = 256, count: int | None = None) -> Windows:

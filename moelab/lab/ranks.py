@@ -24,7 +24,7 @@ TIMEOUT_S = 300  # seconds that ranks may take
 
 def hosts(n: int) -> list[list[str]]:
     """Find addresses for a ring of n ranks on this machine: ports in a row that are free now."""
-    while True:  # ports below those that the system gives to programs that ask for any port
+    while True:  # ports below the system's ephemeral ports
         ports = range(first := random.randrange(10_000, 32_000), first + n)
         with ExitStack() as sockets, suppress(OSError):
             for port in ports:
@@ -54,7 +54,7 @@ def everywhere(
     """Call a function in each of n ranks, in processes of their own, and return their results.
 
     The function takes the group (None if n is 1) and ``args``. ``args`` and results are passed as
-    JSON. On the ring a rank is pinned to a CPU core if the system can; with NCCL a rank has a GPU.
+    JSON. A rank on the ring is pinned to a CPU core if the system can; a rank of NCCL has a GPU.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     named = json.dumps((f"{function.__module__}:{function.__name__}", backend, *args))

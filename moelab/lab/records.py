@@ -1,9 +1,9 @@
 """Records: measurements that are kept as JSON and read as tables; also published figures.
 
 A recorded run is ``data/results/NAME.json``. A record is a header (kind, command, commit, machine,
-load, settings) and flat ``rows``, one a sample. In the file ``texts`` has each list of tokens once,
-and rows refer to a list by its number. ``interleave`` measures a record, ``read`` reads it as a
-table, ``group`` and ``ratios`` summarize a table, ``together`` joins tables, ``save`` writes a
+load, settings) and flat ``rows``, one for each sample. A file's ``texts`` keep each list of tokens
+once, and rows refer to a list by its number. ``interleave`` measures a record, ``read`` reads it as
+a table, ``group`` and ``ratios`` summarize a table, ``together`` joins tables, ``save`` writes a
 table as a record. A record with ``trial`` in its header can be read, but decides no claim. Each
 header in ``data/results`` says what the record shows and how ``data/recipes/records.py`` makes it.
 """
@@ -39,7 +39,7 @@ from .machine import card
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# Figures that others publish of their own runs, unchecked; in tok/s if the name has no unit.
+# Unchecked figures that others published of their own runs; in tok/s if the name has no unit.
 SOURCES = DATA / "sources.json"
 PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moelab has no data
 COMPUTED = {  # columns that ``table`` adds where rows have what the expression needs
@@ -97,7 +97,7 @@ def as_json(samples: "DataFrame") -> dict[str, Any]:
 
 
 def read(name: str, disturbed: bool = False) -> "DataFrame":
-    """Read a record as a table; ``name`` is that of ``data/results/NAME.json``, or a path.
+    """Read a record as a table; ``name`` is NAME of ``data/results/NAME.json``, or a path.
 
     A disturbed or cut-off run is refused unless ``disturbed`` is true or its header has ``trial``.
     """
@@ -163,7 +163,7 @@ def _seconds(samples):
 
 
 def ratios(samples: "DataFrame", over: str) -> "DataFrame":
-    """Divide one variant's times by each variant's, by round; return quartiles and intervals."""
+    """Divide the times of ``over`` by each variant's, by round; return quartiles and intervals."""
     rows = {}
     for name in dict.fromkeys(samples.variant):
         if len(found := paired(samples, over, name)):
@@ -172,7 +172,7 @@ def ratios(samples: "DataFrame", over: str) -> "DataFrame":
 
 
 def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
-    """Add a column ``ratio``: one variant's column over the row's same column, by round."""
+    """Add ``ratio``: the value of variant ``over`` in the row's round, divided by the row's."""
     column = column or _seconds(samples)
     ratio = samples["round"].map(values(samples, over, column)) / samples[column]
     return samples.assign(ratio=ratio)
@@ -223,10 +223,10 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:
-    """Compute the sign test's interval of the median, from one of the sorted samples to another.
+    """Compute the sign test's interval of the median; each end of the interval is a sample.
 
-    It holds for any distribution. Its ``confidence`` is exact. With few samples it is less than
-    ``CONFIDENCE``, though the interval spans them all. A bootstrap of five rounds claims too much.
+    The interval holds for any distribution. ``confidence`` is exact; with few samples it is below
+    ``CONFIDENCE``, though the interval spans all. A bootstrap of five rounds claims too much.
     """
     ordered, n = sorted(samples), len(samples)
     # Entry k: the chance that the median lies outside ``ordered[k]`` to ``ordered[-1 - k]``.
@@ -236,7 +236,7 @@ def interval(samples: Sequence[float]) -> dict[str, float]:
 
 
 def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int]]:
-    """Count each variant's rounds with the baseline's tokens, and all rounds that both have."""
+    """Count the rounds in which a variant gave the baseline's tokens, and all rounds of both."""
     theirs, out = values(samples, baseline, "tokens"), {}
     for name in dict.fromkeys(samples.variant):
         mine = values(samples, name, "tokens")
@@ -258,8 +258,8 @@ def interleave(
     """Run every variant once a round, in a new random order every round.
 
     So a machine that becomes slower or faster does so for all variants alike. A variant is called
-    with the round's number (below 0: the row is not kept). It must evaluate what it computes, and
-    returns the columns of its row, or a float for ``seconds``, or None to be timed. ``each_round``
+    with the round's number (below 0: the row is not kept). A variant must evaluate its arrays. It
+    returns the columns of its row, a float for ``seconds``, or None to be timed. ``each_round``
     returns columns for all rows of a round; ``keep`` gets the table after each round. A variant
     whose row says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none
     with ``MOELAB_FAST=1``.
@@ -314,15 +314,15 @@ class Running:
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return the record of the samples so far, with the load so far.
 
-        ``load`` has the averages before the run, the cores that other processes and other virtual
-        machines used during it, the clock's rate, the ``drift``, and whether other processes or
-        the drift disturbed the run. A run that has no times is never disturbed.
+        ``load`` has the load averages before the run, the cores that other processes and other
+        virtual machines used during the run, the clock rate, the ``drift``, and whether other
+        processes or the drift disturbed the run. A run that has no times is never disturbed.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
         others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
         shifted, clock_mhz = drift(rows), 0
-        # A virtual machine has no such rate. On an M5 psutil raises SystemError (its issue 2841).
+        # A virtual machine has no clock rate. On an M5, psutil raises SystemError (issue 2841).
         with suppress(AttributeError, OSError, RuntimeError, SystemError):
             clock_mhz = psutil.cpu_freq().current
         much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
@@ -330,7 +330,7 @@ class Running:
             "average_before": self.average,
             "cores_of_others": round(others, 3),
             "cores_stolen": round(steal, 3),
-            "clock_mhz": round(clock_mhz) if clock_mhz > 100 else None,  # an M4 has GHz, issue 2642
+            "clock_mhz": round(clock_mhz) if clock_mhz > 100 else None,  # GHz on an M4 (issue 2642)
             "drift": round(shifted, 3),
             "disturbed": is_timed and much,
         }
@@ -344,7 +344,7 @@ def _unrooted(word):
 
 
 def _others_s():
-    """Return the CPU seconds of all others since the start, and those of other virtual machines."""
+    """Return CPU seconds since boot: of all but this process, and of other virtual machines."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -354,11 +354,11 @@ def _others_s():
 def drift(rows: list[dict[str, Any]]) -> float:
     """Compute how much slower the slowest third of a run was than its fastest: 0.1 is a tenth.
 
-    Only variants without drafts that ran in each round count. A round's speed is the median of
-    their times, each divided by the variant's median. The drift is 0 with fewer than five rounds
-    (three, with 15 samples), or with less than ``DRIFT_S`` seconds of samples.
+    Only variants without drafts that ran in each round count. A round's time is the median of the
+    variants' times, each divided by its variant's median. The drift is 0 with fewer than five
+    rounds (three, with 15 samples), or with less than ``DRIFT_S`` seconds of samples.
     """
-    took = {}  # seconds over tokens, by variant and then by round
+    took = {}  # seconds per token, by variant and then by round
     total = 0  # seconds of all samples
     for row in rows:
         timed = ["decode_s", *(name for name in row if name.endswith(("seconds", "_s")))]

@@ -1,4 +1,4 @@
-"""Choose a model's experts in its router's place."""
+"""Choose a model's experts in place of the router."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from ..streaming.record import replacing_indices
 
 @contextmanager
 def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
-    """Inside the block the model uses given experts: ``[T, L, K]`` for each call with T tokens.
+    """Let a model use given experts in the block: ``[T, L, K]`` for each call with T tokens.
 
     The output means nothing, but reads and speed are those of the given experts. ``record`` records
     these experts. A prefetcher that asks the next layer's router gets the router's own answer.

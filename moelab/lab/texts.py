@@ -99,7 +99,7 @@ def spaced_prompts(path: str | Path, kind: str, length: int, num: int) -> list[l
 
 
 def _may_end(text, at, kind, spans):
-    """Whether a prompt may end before a character: inside a line, not after a blank."""
+    """Whether a prompt may end before character ``at``: only within a line, not after a blank."""
     line = text[text.rfind("\n", 0, at) + 1 : at]
     if not line.strip() or text[at - 1].isspace():
         return False

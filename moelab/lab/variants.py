@@ -1,4 +1,4 @@
-"""Ways to load a model and decode, which ``bench`` measures: a mode, and with it a memory limit, a
+"""Ways to load a model and decode, which ``bench`` measures: a mode, maybe with a memory limit, a
 draft, a cold page cache, another layout of the model, or reads past the page cache.
 """
 
@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The columns that tell this variant's rows apart, without those that do not apply."""
+        """The columns that tell this variant's rows from others; only columns that apply."""
         config, has_slots = self.config, self.config.mode in SLOT_MODES
         facts = {
             "mode": config.mode,
@@ -106,7 +106,7 @@ def crossed(
 
 
 def resolved(variants):
-    """Replace kernels ``auto`` by real ones; refuse variants that would get different ones."""
+    """Replace kernels ``auto`` by ``fast`` or ``mlx``; refuse variants that would get both."""
     given = {name: v.config for name, v in variants.items()}
     made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
     by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
@@ -146,7 +146,7 @@ class Opened:
             with record(model) as trace:
                 decode(model, ids, **amount, feed=fed)
             session_of(model).prefetcher.set_trace(trace)
-            if drop or variant.limit_nbytes:  # pages that this decoding read
+            if drop or variant.limit_nbytes:  # drop what this decoding read
                 oscache.drop_pages(self.path)
 
         def before_clock():
@@ -195,7 +195,7 @@ class Opened:
 
 
 def texts_of(feed: str | Path, num: int, model_path: str | Path) -> tuple[list[int], list[int]]:
-    """Read the prompt of a trace's file, and the ``num`` tokens that follow it.
+    """Read the prompt of a trace's file, and the ``num`` tokens after the prompt.
 
     For ``FILE:N`` only the last N tokens of the prompt are returned.
     """

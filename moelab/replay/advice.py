@@ -13,13 +13,13 @@ from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay
 
-# Settings within this share of the fastest count as equal. Of these, the one that moves the fewest
-# bytes is taken, because reads have costs that a replay does not know. Where reads cannot go past
-# the page cache, as on a Mac, the one with the fewest slots is taken: too many slots cost far more.
+# Settings are equal if their times are within this share of the shortest. The equal setting with
+# the fewest bytes moved is taken, as reads have costs that a replay does not know. If reads cannot
+# go past the page cache (Mac), fewest slots decide instead: too many slots cost far more.
 EQUAL = 0.02
 # A repack that saves a smaller share of a token is not worth a second copy of the file.
 WORTH_A_COPY = 0.03
-NUM_SLOTS = 12  # how many numbers of slots to choose from, if none are given
+NUM_SLOTS = 12  # so many numbers of slots are compared, if no numbers are given
 
 
 class Setting(NamedTuple):
@@ -40,7 +40,7 @@ class Advice:
     token_s: float  # predicted seconds of a decoded token with this config and layout
     memory_nbytes: float  # the advice is for this memory, page cache included
     chosen: Replay  # the replay of this config and layout, without prefetch
-    settings: dict[Setting, Replay]  # all compared ones, in the present layout, without prefetch
+    settings: dict[Setting, Replay]  # every setting, in the present layout, without prefetch
     why: tuple[str, ...]  # the reasons, one a sentence
 
     def __str__(self):
@@ -83,7 +83,7 @@ def advise(
     """Choose slots and layout by replaying a trace, without prefetch.
 
     ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
-    trace only fills the caches. ``packed_gain`` None: experts lie in one piece already.
+    trace only fills the caches. ``packed_gain`` is None if experts lie in one piece already.
     """
     K, E, most = plan.top_k, plan.num_experts, plan.fits(memory_nbytes)
     if slots is None:
@@ -165,7 +165,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
-    """Return the fastest setting; of equal ones, the one that moves least or has fewest slots."""
+    """Return the fastest setting; of equal settings, that with fewest bytes moved or slots."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}

@@ -1,7 +1,7 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
-If every token takes the experts that the trace gave it most often, a cache for a quarter of all
-experts hits as often as with the trace, within 0.04 (mean of layers).
+If every token takes the experts that the trace gave it most often, the hit rate of a cache for a
+quarter of all experts differs by at most 0.04 from the hit rate of the trace (mean of layers).
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from .locality import decode_trace, lru_hit_rate
 
 SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds has a single token each
+KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds is for one token each
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
 # These projections write to the residual stream, beside the embedding.
 WRITERS = ("o_proj", "out_proj", "down_proj")
-# A router's logits of a token's most and least frequent expert. The logits of the others in its
-# route lie between these, the logits of all other experts near 0.
+# A router's logits for the most and the least frequent expert of a route. The other experts of the
+# route have logits between these two; experts outside the route have logits near 0.
 LOGITS = (4.0, 3.0)
 SIZES = ("hidden_size", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size")
 
@@ -30,7 +30,7 @@ class TokenRouting:
     kinds: np.ndarray  # ``[V]``, the kind of each token; tokens of one kind route alike
     experts: np.ndarray  # ``[kinds, L, K]``, the most frequent first
     num_experts: int  # E
-    wanted: np.ndarray  # ``[L]``, the hit rate of the trace's layer that each layer follows
+    wanted: np.ndarray  # ``[L]``, the wanted hit rates, taken from the trace's layers
     hit_rate: np.ndarray  # ``[L]``, the hit rate of the trace's text with this routing
 
     def route(self, tokens: np.ndarray) -> Trace:
@@ -47,10 +47,10 @@ def hit_rate(trace: Trace, prompt: int = 0) -> np.ndarray:
 def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0) -> TokenRouting:
     """Route each token to the experts that a trace gave it most often, in another model's shape.
 
-    The trace has L' layers and E' experts. Layer l of L follows the trace's ``l * L' // L``. If E
-    is below E', expert numbers are taken modulo E. If E is n times E', each expert has n variants,
-    e, e + E', ...: a token takes the first or, with the probability ``spread``, one drawn for the
-    token. Each layer's spread is chosen so that the trace's text hits nearly as often as in the
+    The trace has L' layers and E' experts. Layer l follows the trace's layer ``l * L' // L``. If E
+    is below E', expert numbers are taken modulo E. If E is n times E', expert e has n variants e,
+    e + E', ...: a token takes the first or, with the probability ``spread``, a variant drawn for
+    the token. Each layer's spread is chosen so that the trace's text hits nearly as often as in the
     trace. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share routes.
     """
     base = min(E, trace.num_experts)
@@ -102,9 +102,9 @@ def float32(bits: np.ndarray) -> np.ndarray:
 class Routers:
     """Routers that choose by the token alone, written into a checkpoint's random weights.
 
-    The first R dimensions of the residual stream hold a code for the token's kind, a row of a
-    Hadamard matrix, which only the embedding writes. A router's weights are a sum over all kinds,
-    of a kind's wanted logits times its code.
+    The first R dimensions of the residual stream hold a code for the token's kind: a row of a
+    Hadamard matrix. Only the embedding writes the code. A router's weights are a sum over all
+    kinds: the wanted logits of a kind times the code of the kind.
     """
 
     def __init__(self, config: dict, tensors: list, trace: Trace, seed: int):
@@ -127,7 +127,7 @@ class Routers:
         self._last = None, None
 
     def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
-        """Change rows of a weight (as bytes), scales or biases, from row number ``row`` on."""
+        """Change ``out``: rows of a weight (as bytes), scales or biases, from ``row`` on."""
         rows = slice(row, row + len(out))
         if path.endswith("embed_tokens"):
             new = self._quantized(path, lambda: self.codes)[leaf][self.routing.kinds[rows]]

@@ -18,18 +18,18 @@ class Costs:
     cold_s_per_byte: float  # a byte read from the disk, while the engine computes
     warm_call_s: float = 0.0  # the fixed part of a layer's reads if all come from the page cache
     cold_call_s: float = 0.0  # the fixed part if at least one comes from the disk
-    # Where the engine overlaps a layer's reads and arithmetic, this share (0 to 1) of the shorter
-    # of both is hidden. The share is small where reads take time of the cores that compute.
+    # This share (0 to 1) of the shorter time is hidden where the engine overlaps a layer's reads
+    # and arithmetic. The share is small where reads take time from the cores that compute.
     overlap: float = 0.0
     direct_s_per_byte: float = nan  # a byte read past the page cache; nan where that is impossible
     direct_call_s: float = 0.0  # the fixed part of a layer's reads past the page cache
     direct_overlap: float = 0.0  # ``overlap`` for reads past the page cache
     held_fixed_s: float = nan  # ``fixed_s`` with every expert in a slot; nan: not measured
-    prompt_token_s: float = nan  # a token in a prompt computed at once, without reads; nan: unknown
+    prompt_token_s: float = nan  # a token of a prompt in one pass, without reads; nan: unknown
 
     @property
     def reads_direct(self) -> bool:
-        """Whether reads past the page cache are known."""
+        """Whether the costs of reads past the page cache are known."""
         return not isnan(self.direct_s_per_byte)
 
     def past_the_page_cache(self) -> "Costs":

@@ -9,11 +9,11 @@ from ..streaming.residency.table import EVICTION, SlotTable
 
 
 class _Belady(SlotTable):
-    """A slot table that knows all ``rows`` ``[T, K]`` and evicts the experts needed latest."""
+    """A slot table that knows all ``rows`` ``[T, K]`` and evicts those whose next use is latest."""
 
     def __init__(self, num_slots, rows):
         super().__init__(num_slots)
-        self._uses = {}  # expert to the tokens that will need it, in reverse
+        self._uses = {}  # by expert: the tokens that will need it, the last first
         for t in reversed(range(len(rows))):
             for e in rows[t]:
                 self._uses.setdefault(e, [len(rows)]).append(t)
@@ -30,7 +30,7 @@ class _Belady(SlotTable):
 
 def policies() -> tuple[str, ...]:
     """The engine's eviction policies, and the replay's own."""
-    # S3-FIFO is three queues and no table; ``none`` holds nothing, as the mode ``buffers``.
+    # S3-FIFO is three queues and no table; ``none`` holds nothing, like the mode ``buffers``.
     return (*EVICTION, "belady", "s3-fifo", "none")
 
 
@@ -67,8 +67,8 @@ def _by_table(rows, slots, policy):
 
 def _s3_fifo(rows, slots, _):
     """Replay one layer's tokens by S3-FIFO (Yang et al., SOSP 2023)."""
-    room = max(1, slots // 10)  # of the queue of new experts
-    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: of the experts held
+    room = max(1, slots // 10)  # slots for the queue of new experts
+    small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: counts, by held expert
 
     def evict(queue, need):
         passed = 0  # experts looked at since the last change; all of them are needed

@@ -1,4 +1,4 @@
-"""Measure a trace's locality; synthesize traces like it. Pass ``trace.decode`` for no prompts."""
+"""Measure a trace's locality; synthesize traces like it. ``trace.decode`` leaves prompts out."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -30,9 +30,9 @@ def popularity(trace: Trace) -> np.ndarray:
 
 
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
-    """Return ``each``: shares ``[L]`` of a token's experts that the token ``lag`` before also used.
+    """Compare each token's experts with those of the token ``lag`` earlier; return ``[L]`` shares.
 
-    ``all``: the shares of tokens whose experts were all used by the token ``lag`` before.
+    ``each``: share of experts that both used. ``all``: share of tokens with the same K experts.
     """
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
@@ -50,8 +50,8 @@ def _last_use(experts, E):
 def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
     """Hit rates ``[L, E + 1]`` of LRU caches of 0 to E slots, after the first ``skip`` tokens.
 
-    Of one token's experts, the later in the router's order counts as used later; ``eviction.held``
-    orders them otherwise, so its rates may differ by a few uses.
+    Within a token, an expert later in the router's order counts as used later. ``eviction.held``
+    orders a token's experts otherwise, so its rates may differ by a few uses.
     """
     (T, L, K), E = trace.experts.shape, trace.num_experts
     hits = np.zeros((L, E + 1))
@@ -95,10 +95,10 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
 def layer_prediction(trace: Trace) -> dict[str, np.ndarray]:
     """Find which experts of a layer can be predicted from the layer before, by counting.
 
-    In the first half of the tokens, pairs of experts in layers l and l + 1 are counted. In the
-    second, the K experts with the largest sums of counts over a token's experts are predicted.
-    ``pairs`` says which needed experts were predicted, bool ``[T - T // 2, L - 1, K]``; ``popular``
-    says the same if the K most popular experts are predicted.
+    The first half of the tokens gives counts of pairs of experts in layers l and l + 1. In the
+    second half, an expert of layer l + 1 scores the sum of its counts with the token's experts in
+    layer l; the K highest scores are the prediction. ``pairs`` says which needed experts were
+    predicted, bool ``[T - T // 2, L - 1, K]``; ``popular`` says the same of the K most popular.
     """
     T, L, K = trace.experts.shape
     half, E = T // 2, trace.num_experts
@@ -145,7 +145,7 @@ def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0
     recent = np.zeros((L, E), np.float32)
     experts = np.empty((T, L, K), np.uint16)
     rows = np.arange(L)[:, None]
-    for t in range(-64, T):  # the tokens before the first give recency a history
+    for t in range(-64, T):  # 64 extra tokens come first, to give recency a history
         # The K earliest of exponential arrivals at these rates are K draws without replacement.
         rate = popular + sticky * recent
         arrival = rng.standard_exponential((L, E), np.float32) / np.maximum(rate, 1e-30)
@@ -174,8 +174,8 @@ def _features(trace):
 def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     """Find the parameters with which ``synthesize`` makes traces like this one.
 
-    Each round keeps for each layer the candidate whose ``_features`` are nearest, and the next one
-    searches around it. Only decoded tokens count, if there are any.
+    Each round keeps the candidate with the nearest ``_features`` for each layer; the next round
+    searches around that candidate. Only decoded tokens count, if there are any.
     """
     trace = trace.decode if (trace.phase == "decode").any() else trace
     T, L, K = trace.experts.shape

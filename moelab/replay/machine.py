@@ -19,24 +19,23 @@ from .locality import Locality, synthesize
 from .pagecache import Replay
 
 # On a Mac: seconds of a layer, seconds more if it reads, bytes a second copied from the page cache.
-# They are a typical published engine's, as ``data/recipes/published.py`` at 6fe0031 fitted them.
+# ``data/recipes/published.py`` at 6fe0031 fitted these numbers to a typical published engine.
 LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
-# The engine's reads of experts reach this share of the rate that an SSD is said to have
-# (data/results/cpu_reads_35b.json).
+# The engine reads experts at this share of an SSD's stated rate (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
 # On a CPU (data/results/cpu_costs_35b.json): bytes a second of weights that a core multiplies, and
 # of copies from the page cache. Then the seconds of a layer, and the extra seconds if it reads from
 # the disk, or from the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
-# A token of a prompt that a CPU computes at once takes this share of a decoded token's arithmetic
-# (26 November, two cores of a Xeon).
+# On a CPU, a token of a prompt in one pass takes this share of a decoded token's arithmetic
+# (measured on 26 November with two cores of a Xeon).
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; more would be an error of timing a small expert
 # The k-th most popular expert of a layer is chosen in proportion to ``k ** -ZIPF``, whatever the
 # tokens before chose. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
 ZIPF = 1.12
-# What the system and other programs keep, at most a quarter of the memory.
+# The system and other programs take ``SYSTEM_NBYTES``, at most a quarter of the memory.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
 # GB/s of a Mac's memory, as Apple states them (M5 Ultra and M6: as others quote them); the larger
 # rate where a chip has two.
@@ -66,7 +65,7 @@ class Machine:
     prompt_share: float = nan
     held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: as ``layer_s``
     is_mac: bool = False  # whether a Mac's GPU computes, in the same memory
-    memory_binds: bool = False  # whether more cores of a CPU would not help
+    memory_binds: bool = False  # whether memory limits a CPU, and more cores do not help
 
     @classmethod
     def mac(cls, ram_nbytes: float, disk_bytes_per_s: float, memory_bytes_per_s: float):
@@ -181,7 +180,7 @@ def _trace(L, K, E, tokens):
 def distinct(facts: ModelFacts, tokens: int) -> float:
     """Estimate the distinct experts that ``tokens`` tokens of ``typical_trace`` need in a layer."""
     popular = np.arange(1, facts.num_experts + 1) ** -ZIPF
-    low, high = 0.0, 1e9  # between these is the factor with which one token needs K experts
+    low, high = 0.0, 1e9  # bounds of the factor with which one token needs K experts
     for _ in range(100):
         middle = (low + high) / 2
         few = -np.expm1(-middle * popular).sum() < facts.top_k

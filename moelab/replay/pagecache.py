@@ -18,7 +18,7 @@ class Replay:
 
     token_s: np.ndarray  # ``[T]``, of each token that counts
     app_hit_rate: float  # share of the needed experts that were in a slot
-    page_hit_rate: float  # share of the experts read that were in the page cache; nan: none read
+    page_hit_rate: float  # share of the reads that the page cache served; nan: no reads
     copied_per_token: float  # bytes from the page cache
     read_per_token: float  # bytes from the disk
     # Seconds of an average token by ``fixed``, ``experts``, ``copies`` (from the page cache) and
@@ -116,10 +116,10 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
     The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
     only read. A new page goes to the head of the inactive list, and to the active list if it is
     read again there. The inactive list's tail is reclaimed. While the active list is more than r
-    times as long as the inactive one, its tail moves to the inactive list. r is 1 below 1 GiB,
-    sqrt(10 n) for n GiB. A reclaimed page that is read again goes to the active list if, since its
-    reclaim, there were at most as many reclaims and activations as that list has pages. ``units``
-    ``[N]`` are in the order of reading.
+    times as long as the inactive list, the active list's tail moves to the inactive list. r is 1
+    below 1 GiB, sqrt(10 n) for n GiB. A reclaimed page that is read again goes to the active list
+    if the reclaims and activations since its reclaim are no more than the active list's pages.
+    ``units`` ``[N]`` are in the order of reading.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)
@@ -132,9 +132,9 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
 
 def _missed_pages(units, capacity, ratio):
     """Return the indices of the reads that Linux's two lists do not serve."""
-    # Each list maps units, the tail first, to whether they were referenced.
+    # Each list maps a unit to whether it was referenced; the tail comes first.
     inactive, active = OrderedDict(), OrderedDict()
-    # Reclaims and activations so far, and how many there were when a unit was reclaimed.
+    # ``age`` counts reclaims and activations; ``left`` has the age when a unit was reclaimed.
     age, left, missed = 0, {}, []
     for i, u in enumerate(units):
         if u in active:

@@ -211,7 +211,7 @@ class DFlashDraft:
 
 
 def load_model(path_or_hf_repo: str | Path) -> DFlashModel:
-    """Load a draft's network and weights; CheckpointError if the files are no DFlash draft's."""
+    """Load a draft's network and weights; CheckpointError if the files are no DFlash draft."""
     check_fork()
     expected = f"{path_or_hf_repo}: expected a DFlash draft and the weights of its config.json, got"
     remedy = "Download it again, or give another draft. A language model needs ModelDraft."

@@ -1,4 +1,4 @@
-"""The protocol of drafts, which guess the target's next tokens, and two that need no training."""
+"""The protocol of drafts, which guess the target's next tokens, and two drafts without training."""
 
 import weakref
 from collections import deque
@@ -51,9 +51,9 @@ class Draft(Protocol):
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
         """Note tokens ``[n]`` that the target has read: parts of the prompt, then a round's tokens.
 
-        ``features`` ``[n, len(layer_ids) * D]`` are the outputs of these layers for the tokens;
-        None without ``layer_ids``. ``extend`` is called also while nothing is drafted: queue the
-        tokens here, and compute in ``propose``.
+        ``features`` ``[n, len(layer_ids) * D]`` are the outputs of the layers ``layer_ids`` for the
+        tokens; None without ``layer_ids``. ``extend`` is called also while nothing is drafted:
+        queue the tokens here, and compute in ``propose``.
         """
 
     def propose(self, last: int, n: int, choose: Choose) -> mx.array:
@@ -146,8 +146,8 @@ class LookupDraft:
     """Proposes what followed an earlier match of the last tokens (prompt lookup, Saxena 2023).
 
     It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
-    longest, and of equally long matches the latest. It proposes at most half as many tokens as
-    match: a longer match is likely to go on for longer. For the methods see ``Draft``.
+    longest, and of equally long matches the latest. It proposes at most half as many tokens as the
+    match has: a longer match is likely to go on for longer. For the methods see ``Draft``.
     """
 
     layer_ids, verify_tokens = (), MAX_DRAFTS + 1
@@ -220,7 +220,7 @@ class BoundDraft:
         return vars(self._draft)["_bound"]() is self
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Tell the draft what the target has read, as long as it is bound here."""
+        """Tell the draft what the target has read, as long as the draft is bound here."""
         if self.is_bound:
             self._draft.extend(tokens, features)
 

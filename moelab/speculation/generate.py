@@ -106,7 +106,7 @@ def speculative_generate(
         for step in steps:
             yield step[:2]
 
-    # mlx-lm's own loop over tokens, with the steps from above in place of mlx-lm's.
+    # mlx-lm's own loop over tokens, with this ``generate_step`` in place of mlx-lm's.
     write = with_globals(stream_generate, {"generate_step": generate_step})
     responses = write(model, tokenizer, prompt, max_tokens, stream=stream, **kwargs)
     try:
@@ -251,7 +251,7 @@ class _Rounds:
     def _round_without_drafts(self, proposal):
         """Compute one token while the previous token is yielded."""
         following, logprobs = self._chooser(self._target.read(self._last))
-        mx.async_eval(following)  # before ``_last`` is waited for, as mlx-lm does
+        mx.async_eval(following)  # before the wait for ``_last``, as mlx-lm does
         self._target.keep(1)
         token, pending = self._last.item(), self._pending
         seconds = time.perf_counter() - proposal.begin
@@ -352,7 +352,7 @@ class _Target:
         self._read = None
 
     def finish(self, unread: mx.array | None) -> None:
-        """Keep the tokens that the caller took in the caches; then read ``unread``, if given."""
+        """Keep in the caches the tokens that the caller took; then read ``unread``, if given."""
         if self._read is not None:
             self.keep(self.accepted)
         if self._given is None:

@@ -38,17 +38,17 @@ PARTS = {
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
 # A norm with a smaller mean is stored as weight - 1. In published heads of Qwen3.5 and 3.6 the mean
-# of the weight is 1.7 (q, k) or 0.9 (a layer's), and the mean of weight - 1 at most 0.8 or 0.4.
+# of the weight is 1.7 (q, k) or 0.9 (layernorm), and the mean of weight - 1 at most 0.8 or 0.4.
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 
 class Head:
-    """Mixed into the class of an mlx-lm model of one layer; ``stored`` is from ``_stored``."""
+    """A mixin for the class of a one-layer mlx-lm model; ``stored`` comes from ``_stored``."""
 
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
-        # Keep the trunk: a search takes 0.3 ms. In ``__dict__`` it is no second child module.
+        # Keep the trunk: a search takes 0.3 ms. ``__dict__`` hides it from the child modules.
         self.__dict__["trunk"] = trunk
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():
@@ -72,7 +72,7 @@ class Head:
         return self.trunk(self.fc(mx.concatenate(both, axis=-1)), cache)
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Return those weights of the files that are the head's, by parameter name."""
+        """Return the head's weights among the weights of the files, by parameter name."""
         path, prefix, norms, own = _trunk(self)[0], self.stored.prefix, {}, {}
         for name, w in weights.items():
             if not name.startswith(prefix):
@@ -237,7 +237,7 @@ class MTPDraft:
         compute_alike(self.model, model, probe.dtype)
         self.cache = cache or self.make_cache()
         # What the head has not read: tokens, and the hidden state of the token before each. Between
-        # two rounds there is one state more: the newest token's, whose next token is not known.
+        # two rounds one more state waits: that of the newest token, whose next token is unknown.
         self._tokens, self._hidden = [], [h for h in self.cache[-1].cache if h is not None]
         self._guessed = 0  # cache entries of guesses that the target may refuse
 

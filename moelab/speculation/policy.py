@@ -20,8 +20,8 @@ FORGET_ROUND = 0.97  # the same weight after a round with drafts, which adds new
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, a pass's second and later positions are taken to cost 0.65 times
-# a prompt's position each. If no prompt was timed, each costs a third of an undrafted token.
+# Until a verify pass is measured, each position after a pass's first is assumed to cost 0.65 times
+# a prompt's position. If no prompt was timed, each is assumed to cost a third of a plain token.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: their cost is mostly fixed
 NUM_TIMES = 16  # latest times, of which a median or minimum is taken
@@ -104,8 +104,8 @@ class Policy:
         for i in range(min(accepted + 1, drafted)):
             self._tried[i] += 1
             self._won[i] += i < accepted
-        # A first pass allocates memory, records or compiles kernels (on an H200 36 ms, where 14
-        # were expected): it counts at most as expected, and so does a first draft that compiles.
+        # A first pass allocates memory, and records or compiles kernels (36 ms instead of 14 on an
+        # H200). Its time counts at most as expected; so does a first draft that compiles.
         if drafted in self._unused:
             self._unused.discard(drafted)
             most_s = max(_interpolated(drafted, self._numbers, self.draft_s()), self.plain_s)
@@ -170,7 +170,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # If one number was timed, its times count for all: a block is one pass of any length.
+        # Times of a single number count for all numbers: one pass drafts a block of any length.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:

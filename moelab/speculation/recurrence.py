@@ -1,4 +1,4 @@
-"""Tapes of recurrent layers' work in a pass, which give the caches after fewer of its tokens.
+"""A tape keeps a recurrent layer's work in a pass, and gives the cache after fewer tokens.
 
 While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. A tape
 computes the cache's arrays after the first n tokens; it needs no weights and no experts for that.
@@ -23,16 +23,16 @@ from . import gated_delta_cuda
 
 
 class Form(NamedTuple):
-    """How to call one of mlx-lm's recurrences, which returns its output and the new state."""
+    """How to call a recurrence of mlx-lm. A recurrence returns its output and the new state."""
 
     state: str  # the argument that is the state
     inputs: dict[str, int]  # arguments with one entry for each token, and their time axis
     axis: int  # the output's time axis
 
 
-# Keys are functions that a layer's module imports; ``ssm_step`` is a layer's method. If a family's
-# recurrence is missing, ``rollback`` restores, and ``tests/speculation/test_rollback.py`` fails
-# until ``tests/helpers/recurrent.py`` names the family.
+# Keys are functions that a layer's module imports; ``ssm_step`` is a layer's method. ``Rollback``
+# restores the states of a family whose recurrence is missing here. For such a family
+# ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/recurrent.py`` names it.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
@@ -42,7 +42,7 @@ RECURRENCES = {
 
 
 class Tape:
-    """A recurrent layer's work in one pass: gives the layer's cache after the first n tokens."""
+    """Keeps one pass of a recurrent layer; gives the layer's cache after the first n tokens."""
 
     def __init__(self, cache: ArraysCache):
         self.cache = cache
@@ -118,7 +118,7 @@ class _Recurrence:
         return y, step.state
 
     def _with_states(self, arguments, T):
-        """Return the output and the states after every token: a kernel's array, or a list."""
+        """Return the output, and the state after every token: in a kernel's array, or a list."""
         if self._on_cuda(arguments):
             return self._call(arguments, every=True)
         ys, states = [], []
@@ -168,7 +168,7 @@ class Recorder:
         self._copy = copies.pop("__call__", None)
         # A block of ``kernels`` calls ``keep`` with its work, or ``call`` if mlx-lm computes.
         self._is_block = isinstance(layer, kernels.GatedDelta)
-        # Innermost: a copy replaces the original, so hooks of others must be called before it.
+        # These hooks are innermost: a copy replaces the original, so other hooks must run first.
         instead = {} if self._is_block else {"__call__": self._on_call}
         instead |= {name: partial(_instead, copy) for name, copy in copies.items()}
         self._hooks = [hooked(layer, f, name, innermost=True) for name, f in instead.items()]
@@ -177,7 +177,7 @@ class Recorder:
     def install(self) -> None:
         """Begin to record."""
         if self._is_block:
-            object.__setattr__(self.layer, "recorder", self)  # ``Watched`` must not notice
+            object.__setattr__(self.layer, "recorder", self)  # ``Watched`` must not notice this
         else:
             self._install_hooks()
 
@@ -205,7 +205,7 @@ class Recorder:
             hook.remove()
 
     def keep(self, cache: ArraysCache, did: kernels.Recurred) -> None:
-        """Put a block's work on tape. Nobody may write to the memory of its inputs afterwards."""
+        """Put a block's work on tape. The memory of ``did.inputs`` must not change afterwards."""
         tape = self.tapes[id(cache)] = Tape(cache)
         tape.convs.append(did.conv)
         *inputs, state = did.inputs
@@ -254,7 +254,7 @@ def recorders(model: nn.Module) -> list[Recorder]:
 
 
 def _contiguous(x):
-    """Make an array contiguous. numpy's is copied now: MLX would copy it with the next token."""
+    """Make an array contiguous. A numpy array is copied now, not by MLX with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

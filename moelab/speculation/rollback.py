@@ -4,12 +4,12 @@ An attention cache is trimmed. A recurrent state (``ArraysCache``) depends on ev
 text. ``Rollback`` has three strategies to get the state after fewer tokens:
 
     restore   put back the state from before the pass, and run the model over the kept tokens
-    replay    keep the recurrence's inputs, and run it alone, without weights and experts
+    replay    keep a recurrence's inputs, and run the recurrence alone, without weights and experts
     states    keep the state after every token (but ``kernels.gated_delta`` uses replay)
 
-``states`` costs memory, and for Mamba 2 and on Metal time: mlx-lm computes tokens together there.
-``auto`` restores if a recurrence is unknown, replays on Metal or above ``STATES_NBYTES``, and else
-keeps states.
+``states`` costs memory. It also costs time for Mamba 2 and on Metal, where mlx-lm computes tokens
+together otherwise. ``auto`` restores if a recurrence is unknown, replays on Metal or if the states
+take more than ``STATES_NBYTES``, and else keeps states.
 """
 
 from contextlib import contextmanager
@@ -137,7 +137,7 @@ class Rollback:
         return not on_metal() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
-        """Whether the first tapes, after all tokens of their pass, give what the caches hold."""
+        """Whether the tapes of a whole pass give the same arrays as the caches hold after it."""
         equal = [
             mx.array_equal(a, b)
             for tape in current.tapes.values()

@@ -1,8 +1,8 @@
 """Chooses the target's tokens, and counts the guesses that agree with them.
 
-The target chooses every token. Each position has its own random numbers, and a draft uses the same
-ones there, so that equal distributions give the same token. So any sampler works (Daliri et al.,
-2408.07978).
+The target chooses every token. Each position has its own random numbers. A draft and the target
+use the same numbers at a position, and choose the same token from equal distributions. So any
+sampler works (Daliri et al., 2408.07978).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from mlx_lm.sample_utils import greedy_sampler
 
 
 def num_accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
-    """Count the drafts before the first that the target did not choose, or has not yet chosen."""
+    """Count the leading drafts that equal the target's choices."""
     pairs = enumerate(zip(drafts, chosen))
     return next((i for i, (a, b) in pairs if a != b), min(len(drafts), len(chosen)))
 
 
 class Chooser:
-    """Applies processors, which get all accepted ``tokens``, and a sampler to rows of logits."""
+    """Applies processors and a sampler to logits; processors get all accepted ``tokens``."""
 
     def __init__(self, sampler: Callable | None, processors: list | None, tokens: mx.array):
         self._sampler, self._processors = sampler or greedy_sampler, processors or []

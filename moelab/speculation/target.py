@@ -39,16 +39,16 @@ def embedding_and_head(model: nn.Module) -> tuple[Callable, Callable]:
 
 
 def compute_alike(draft: nn.Module, model: nn.Module, dtype: mx.Dtype) -> None:
-    """Give a draft's network its target's dtype and, permanently, its fast kernels."""
+    """Give a draft's network the target's dtype and, for good, the target's fast kernels."""
     draft.set_dtype(dtype)
     if kernels.used(model) and not kernels.used(draft):
         kernels.use(draft)
-    # Evaluate all arrays here: another thread may draft, and could not evaluate them.
+    # Evaluate all arrays here: a draft may run in another thread, which cannot evaluate them.
     mx.eval([list(module.values()) for module in draft.modules()])
 
 
 class Capture:
-    """Keeps the outputs of some decoder layers during a ``with`` block; it can be entered again."""
+    """A ``with`` block that keeps the outputs of some decoder layers, and can be entered again."""
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
         self._layer_ids = layer_ids

@@ -78,13 +78,13 @@ def build_model(
 
 
 def auto_dtype() -> mx.Dtype | None:
-    """The type of ``dtype="auto"``; None: the checkpoint's own."""
+    """The type that ``dtype="auto"`` means here; None: the checkpoint's own."""
     # On a CPU half precision is 16 times slower.
     return mx.float32 if mx.default_device() == mx.cpu else None
 
 
 def _find_top_k(config, model):
-    """Find K in config.json, else in the built model; return the dictionary to set, key and K."""
+    """Find K in config.json, else in the built model; return where to set K (dict, key), and K."""
     text = config.get("text_config") or {}
     places = [(text, text), (config, config)]
     inside = (getattr(m, name, None) for m in model.modules() for name in ("args", "config"))

@@ -1,4 +1,4 @@
-"""``StreamConfig`` says how to stream a model's experts. Making one checks its fields."""
+"""``StreamConfig`` says how to stream a model's experts. The constructor checks the fields."""
 
 import os
 from collections.abc import Collection
@@ -15,7 +15,7 @@ SLOT_MODES = ("stacked", "fused")  # the modes that keep S slots in every layer
 FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # for fields without effect if slots are given
 # Upper bounds: more bytes than any machine has, more threads than any disk needs.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
-# SwiftLM's environment variables, each with the field that ``StreamConfig.from_env`` sets by it.
+# SwiftLM's environment variables, and the field that ``StreamConfig.from_env`` sets from each.
 ENVIRONMENT = {
     "MLX_MOE_STACKED": "mode",
     "MLX_MOE_FUSE_GATEUP": "mode",
@@ -39,7 +39,7 @@ class Option:
     # The least and the greatest number. A field without bounds and choices takes True or False.
     bounds: tuple[int, int] | None = None
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    needs: str = ""  # what other modes lack, which then refuse the field; "": they ignore it
+    needs: str = ""  # other modes lack this, and refuse the field; "": they ignore the field
     for_auto: bool = False  # whether the field has an effect only with ``slots="auto"``
 
     def check(self, name: str, value: Any) -> None:

@@ -20,8 +20,8 @@ class Counters:
     bytes_read: int = 0
     read_s: float = 0.0  # seconds in reads, summed over the threads
     wait_s: float = 0.0  # seconds in which the model waited for reads
-    # Of prefetches that began in this phase; the call that needs the expert may be in the other
-    # phase:
+    # These count prefetches that began in this phase. The call that needs a prefetched expert may
+    # be in the other phase.
     prefetch_issued: int = 0  # guessed experts; if a read did not begin in time, it was cancelled
     prefetch_used: int = 0  # prefetched experts that their call needed; they also count as hits
     prefetch_late: int = 0  # used experts whose read had not ended when their call began
@@ -42,7 +42,7 @@ class Counters:
 
 @dataclass
 class Stats:
-    """Counters of prompts and of decoding, apart."""
+    """Counters of prompts, and separate counters of decoding."""
 
     # Of calls with several tokens of a text: prompts, verify passes.
     prefill: Counters = field(default_factory=Counters)

@@ -1,10 +1,10 @@
 """Moves experts' bytes to a CUDA GPU, and routing to the host, through pinned memory.
 
-If the host writes into an MLX array, its pages move to the GPU by page faults. Experts written so
-take 0.5 ms a MB; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. So this module has
-kernels that copy experts and routing, as operations of MLX's graph. The kernel that copies experts
-starts before the reads have ended, and waits on the GPU for each of them. This needs
-``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns it off.
+MLX arrays that the host writes move to the GPU by page faults. This takes 0.5 ms for a MB of
+experts; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. So this module has kernels
+that copy experts and routing, as operations of MLX's graph. The kernel that copies experts starts
+before the reads have ended, and waits on the GPU for each read. The kernels need
+``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns them off.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ MAILBOX_SIZE = 4096
 MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
 # Threads of a kernel's block, and blocks of a kernel that copies: an H200 has 132 multiprocessors.
 THREADS, NUM_COPYING = 256, 132
-# After waiting this many seconds for its routing, a call asks MLX, which raises if a kernel failed.
+# A call that waited this many seconds for its routing asks MLX, which raises if a kernel failed.
 PATIENCE_S = 0.02
 
 
@@ -70,7 +70,7 @@ class Copy(NamedTuple):
     """Bytes that the GPU copies once they have arrived."""
 
     source: int  # the address of the first byte, in pinned memory
-    to: int  # the address that it is copied to
+    to: int  # the address that the first byte is copied to
     nbytes: int
     flag: int  # the address of a uint32 in pinned memory that is 0 until the bytes have arrived
 
@@ -215,17 +215,17 @@ class Mailbox:
 
 
 class Handover:
-    """Hands slot numbers to MLX, by pinned memory if asked and possible; notes what reads slots."""
+    """Hands slot numbers to MLX, by pinned memory if possible; keeps arrays that read slots."""
 
     def __init__(self, through_pinned: bool):
         self.mailbox = Mailbox() if through_pinned and available() else None
-        # The last layer's output or an array that depends on it, which reads slots when evaluated.
+        # Evaluating these reads slots: the last layer's output, or an array that depends on it.
         self.pending = []
 
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[Copy] = ()
     ) -> mx.array:
-        """Return the host's numbers as uint32; the GPU makes ``copies`` before it reads them."""
+        """Return host numbers as uint32; the GPU makes ``copies`` before it reads the numbers."""
         if self.mailbox and numbers.size <= MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
         return kernels.to_mlx(numbers)
@@ -240,8 +240,8 @@ class Handover:
 def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
     """Compile a kernel once in a process; call it with ``n`` ``indices`` and more arrays.
 
-    ``more`` declares the other arrays in C (``word``: 64 bits), ``outputs`` names the uint32 arrays
-    that it writes. (``mx.fast.cuda_kernel`` would compile MLX's headers, too, for two seconds.)
+    ``more`` declares the other arrays in C (``word``: 64 bits). ``outputs`` names the uint32 arrays
+    that the kernel writes. (``mx.fast.cuda_kernel`` would also compile MLX's headers, for 2 s.)
     """
     name = f"moelab_{name}"
     written = ", ".join(f"unsigned int* {output}" for output in outputs.split())

@@ -19,7 +19,7 @@ ROW_NBYTES = 200  # bytes that Python takes beside each row in memory
 
 
 class DiskEmbedding(nn.Module):
-    """Replaces an embedding, maybe divided over shards; until ``open`` is called all rows are 0."""
+    """Replaces an embedding or its shards. All rows are 0 until ``open`` is called."""
 
     def __init__(self, shards: list[nn.Module], places: list[dict[str, Tensor]], dims: int):
         super().__init__()
@@ -95,7 +95,7 @@ class _Places:
                 at += size
 
     def arrays(self, rows):
-        """The parameters ``[n, ...]`` in the bytes ``[n, row_nbytes]`` of rows."""
+        """The parameters ``[n, ...]`` that the bytes ``[n, row_nbytes]`` of n rows hold."""
         ends = np.cumsum([*self.sizes.values()])
         parts = zip(self.places[0].items(), np.split(rows, ends[:-1], axis=1))
         return {

@@ -19,21 +19,21 @@ from .config import StreamConfig
 from .disk_embedding import DiskEmbedding
 from .residency.bank import slot_nbytes
 
-# The most tokens of a decoding call: a token of each text of a batch, or a token and its drafts. A
-# call of more is a prompt, to which slots lend memory and whose states are evaluated on the way.
+# A decoding call has at most this many tokens: one of each text in a batch, or one and its drafts.
+# A longer call is a prompt: slots lend a prompt memory, and its states are evaluated on the way.
 FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# Arrays of the hidden size that a layer, without its experts, keeps for a token: ``BLOCK_VALUES``
-# with MLX's kernels, ``STREAM_VALUES`` with the fast kernels, which also keep the results of the
-# layer's other matrices, ``BLOCK_COPIES`` times.
+# A layer without its experts keeps so many arrays of the hidden size for a token: ``BLOCK_VALUES``
+# with MLX's kernels, ``STREAM_VALUES`` with the fast kernels. The fast kernels also keep the
+# results of the layer's other matrices, ``BLOCK_COPIES`` times.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model is made of, and the bytes that it takes; a record keeps the first five."""
+    """What a model is made of, and the bytes it takes; a record keeps the first five fields."""
 
     experts: dict[str, int]  # E of each MoE layer, by the path of the module of its experts
     top_k: int  # K; 0 without experts
@@ -47,12 +47,12 @@ class ModelFacts:
     located: dict[str, ExpertTensor] = field(default_factory=dict, repr=False)
     resident: tuple[str, ...] = field(default=(), repr=False)
     scattered: tuple[str, ...] = field(default=(), repr=False)
-    slots: int = 0  # S, or in a mode without slots a layer's experts in memory; 0 before a plan
+    slots: int = 0  # S, or the experts that a layer keeps in a mode without slots; 0 before a plan
     num_blocks: int = 0  # all layers, those without experts as well
     dtype: mx.Dtype = mx.float32  # of the activations
     table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
-    backbone_nbytes: int = 0  # all but the experts; a table on disk: its rows in memory
-    resident_nbytes: int = 0  # the experts' parameters that are in memory for all E beside slots
+    backbone_nbytes: int = 0  # all but the experts; of a table on disk, the rows in memory
+    resident_nbytes: int = 0  # the experts' parameters that stay in memory for all E, beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
     states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
@@ -127,7 +127,7 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find facts from shapes, types and two calls with a token, which are not evaluated."""
+    """Find facts from shapes, types and two calls with a token; nothing is evaluated."""
     caches = []
 
     def call(tokens, cache):  # with a damaged config.json, making the caches may fail too
@@ -157,12 +157,12 @@ def facts_of(
     ]
     dtype = _activation_dtype(model)
     token = _token_values(model, linears, checkpoint, config, top_k) * dtype.size
-    each = few = 0  # bytes of logits, of a token and of few; the fast kernels also copy logits
+    each = few = 0  # bytes of logits, for one token and for few; the fast kernels copy them, too
     if config.kernels == "fast" and logits is not None:
         each = 2 * logits.shape[-1] * dtype.size
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
     elif logits is not None and not on_metal():
-        # Except on Metal, MLX's kernels keep a recurrent state for every token.
+        # MLX's kernels keep a recurrent state for every token, except on Metal.
         token += max(states, default=0)
     tensors = checkpoint.tensors
     is_tied = not any("head" in name for name in tensors)
@@ -200,9 +200,9 @@ def _activation_dtype(model):
 
 
 def grown_nbytes(caches: list, context: int) -> int:
-    """The bytes of caches of ``context`` tokens; changes the given ones, which hold two tokens."""
+    """Grow ``caches`` from two tokens to ``context``; return the most bytes that they take."""
     kept = [_grown(c, context) for c in leaves(caches)]
-    # A key-value cache is copied when it grows, so one at a time takes twice its bytes.
+    # A key-value cache is copied when it grows, so one cache at a time takes twice its bytes.
     return sum(kept) + max(kept, default=0)
 
 
@@ -213,7 +213,7 @@ def _grown(cache, context):
     keys, values = getattr(cache, "keys", None), getattr(cache, "values", None)
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return cache.nbytes * -(-context // 2)  # a cache class of the family's own
-    # The length of a chunk matters only in a cache of limited size, which once full stays full.
+    # The length of a chunk matters only in a cache of limited size, and a full cache stays full.
     limit, chunk = getattr(cache, "max_size", None), context
     if limit is not None:
         chunk = PROMPT_TOKENS
@@ -225,14 +225,14 @@ def _grown(cache, context):
 
 
 def _token_values(model, linears, checkpoint, config, top_k):
-    """Estimate the values that the largest layer keeps for a token (1.1 to 1.3 times measured)."""
+    """Estimate the largest layer's values for a token: 1.1 to 1.3 times the measured number."""
     fast, most, D = config.kernels == "fast", 0, 0
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
         D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
         if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
-            # One call of the kernels computes these. It keeps its result, the results of gate and
-            # up, and as much again for the last matrix's input.
+            # One call of the kernels computes these matrices. The call keeps its result, the
+            # results of gate and up, and as many values again for the last matrix's input.
             pairs = D + 2 * (sum(outputs) - D)
         else:
             pairs = sum(inputs) + sum(outputs) + D

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import (
 
 from .. import kernels
 
-SORTED_ROWS = 64  # from this many (token, expert) pairs on SwitchGLU sorts them by expert
+SORTED_ROWS = 64  # SwitchGLU sorts at least this many (token, expert) pairs by expert
 
 
 class FusedSwitchGLU(nn.Module):

@@ -21,7 +21,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows of S slots that take MLX's kernel for ``size`` rows of E experts."""
+    """The fewest and most rows of S slots with the same kernel as ``size`` rows of E experts."""
     # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
     # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
@@ -34,7 +34,7 @@ def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
 
 
 class StreamedExperts(nn.Module):
-    """The base of the layers that stream. It replaces ``module``, whose weights are not read."""
+    """The base of streaming layers. A layer replaces ``module``, whose weights are not read."""
 
     def __init__(self, module: nn.Module, path: str, layer: int, session: Session):
         super().__init__()
@@ -51,8 +51,9 @@ class StreamedExperts(nn.Module):
         if session.ranks:
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
-        # While a prefetcher asks the router, this is a function: a call gives it the router's
-        # indices and computes nothing. It is not a hook: after an interrupt the session clears it.
+        # A prefetcher sets a function here while it asks the router. A call then gives the function
+        # the router's indices and computes nothing. An attribute serves, not a hook: the session
+        # clears the attribute after an interrupt.
         self.probe = None
         # Makes a bank of S slots. It does not refer to this layer: no cycle keeps a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
@@ -68,9 +69,9 @@ class StreamedExperts(nn.Module):
 
     def _call(self, x, indices):
         session = self.session
-        # In half precision some families give their experts float32: MLX computes in float32 then.
-        # A float32 model may keep bfloat16 scales in slots, with which MLX would round differently
-        # if activations had another type.
+        # Some families in half precision give their experts float32: MLX then computes in float32.
+        # A float32 model may keep bfloat16 scales in slots. MLX would round differently with such
+        # scales if activations had another type.
         if x.dtype != session.dtype == mx.float32:
             raise TypeError(
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
@@ -102,7 +103,7 @@ class StreamedExperts(nn.Module):
         mine = np.flatnonzero(self.owned[flat])
         y = None
         if len(mine):
-            # A GPU may compute these rows as one call, which ``Parts`` does not pad: pad here.
+            # A GPU may compute these rows in one call. ``Parts`` pads no such call, so pad here.
             E = self.num_experts
             least = kernel_rows(flat.size, E, E, self.quantized)[0]
             pairs = np.append(mine, mine[-1:].repeat(max(0, least - len(mine))))
@@ -122,7 +123,7 @@ class StreamedExperts(nn.Module):
 
     def _ask(self, x):
         session = self.session
-        # A prompt needs nearly all experts: no guess.
+        # A prompt needs nearly all experts, so none are guessed.
         return session.prefetcher.ask(self.index, x) if session.counting.decoding else []
 
 
@@ -248,7 +249,7 @@ class Parts(Pairs):
         self.computed, self._order = [], []
 
     def rows(self, bank: SlotBank) -> tuple[int, int]:
-        """The fewest and most rows of a call of a bank's slots (see ``kernel_rows``)."""
+        """The fewest and most rows of a call with a bank's slots (see ``kernel_rows``)."""
         return kernel_rows(*self._of_all, bank.num_slots, self._quantized)
 
     def add(self, arrived: Arrived) -> list[mx.array]:
@@ -278,7 +279,7 @@ class Parts(Pairs):
 class Buffers(StreamedExperts):
     """Read K experts at a time into K buffers, anew for each token (as in SwiftLM's PR 26).
 
-    Mode ``serial`` reads one at a time and computes with it (SwiftLM's first ``--stream-experts``).
+    Mode ``serial`` reads and computes one expert at a time (SwiftLM's first ``--stream-experts``).
     """
 
     def __init__(self, module, path, layer, session):

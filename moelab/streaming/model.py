@@ -96,10 +96,10 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the modules whose fast kernels compute logits, at once and never lazily."""
+        """Return the modules that compute logits by fast kernels: at once, never lazily."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
-        # Matrices of layers, which may have as many rows, have a number in their path.
+        # A layer's matrix may have as many rows, but has a number in its path.
         outside = [m for name, m in named if not any(map(str.isdigit, name.split(".")))]
         fast = [m for m in outside if hasattr(m, "takes") and "weight" in m]
         return [m for m in fast if m["weight"].ndim == 2 and len(m["weight"]) in words]
@@ -187,8 +187,8 @@ def load(
             ``mx.distributed.init()``. Default: none, this process holds all experts.
         draft (Draft or None): What will guess tokens. ``slots="auto"`` leaves memory for the
             draft's caches, and for the recurrent states that verify passes keep.
-        texts (int): How many texts are decoded together. ``slots="auto"`` leaves memory for the
-            caches of each text, of ``StreamConfig.context`` tokens.
+        texts (int): How many texts are decoded together. ``slots="auto"`` leaves memory for each
+            text's caches of ``StreamConfig.context`` tokens.
 
     Returns:
         tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer, with ``return_config``
@@ -351,7 +351,7 @@ def _stream(model, experts, session):
     session.layers = [weakref.proxy(module) for _, module in streamed]
     if can_empty():  # on a GPU, MLX allocates the slots and the host must not touch them
         _populate(session.residency.layers)
-    modules = dict(model.named_modules())  # the blocks: router, experts, shared expert
+    modules = dict(model.named_modules())  # a block: router, experts and shared expert
     blocks = [weakref.proxy(modules[path.rpartition(".")[0]]) for path, _ in experts]
     if config.prefetch in PREFETCHERS:
         session.prefetcher = PREFETCHERS[config.prefetch](session.layers, blocks)

@@ -39,9 +39,9 @@ GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# Where slots lend a prompt their memory, a chunk may take 7/8 of the memory left for slots.
-# Elsewhere each chunk reads nearly all experts. So a chunk may take a sixteenth of all memory,
-# or what 256 tokens need if that is more, but at most half of the memory left for slots.
+# A chunk of a prompt may take 7/8 of the memory left for slots where slots lend their memory.
+# Elsewhere a chunk may take a sixteenth of all memory, or what 256 tokens need if that is more, but
+# at most half of the memory left for slots: each chunk reads nearly all experts.
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
@@ -88,12 +88,11 @@ class Plan:
     process_nbytes: int = 0  # for the process itself
     prompt_nbytes: int = 0  # for computing ``prompt_tokens`` tokens at once
     # A prompt's tokens that are computed at once. The model divides a longer call if the cache is
-    # its only other argument. mlx-lm's ``prefill_step_size``, set to this, also saves the memory of
-    # logits.
+    # its only other argument. The same ``prefill_step_size`` in mlx-lm also saves memory of logits.
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this is true on a CPU
     # with more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be
-    # small: it would hold much the same experts as the slots, and its copies take a core's time.
+    # small. It would hold mostly the experts of the slots, and copies from it take a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -124,7 +123,7 @@ class Plan:
         work = self.facts.arrays_nbytes(tokens)
         work += BESIDE_NBYTES if tokens > FEW_TOKENS else min(work, BESIDE_NBYTES)
         work += self.process_nbytes - BESIDE_NBYTES if is_first else 0  # it loads kernels
-        copied = max((c.nbytes for c in leaves(caches)), default=0)  # as they grow, one by one
+        copied = max((c.nbytes for c in leaves(caches)), default=0)  # one cache at a time grows
         return work + copied + tokens * self.caches_nbytes // self.context
 
     def __str__(self):
@@ -262,13 +261,13 @@ def plan_of(
 
 
 def _beside(draft, facts, config):
-    """Take a draft's weights off the config's memory; return config and bytes to reserve."""
-    if config.memory_nbytes is not None:  # the memory that is still free excludes them
+    """Subtract a draft's weights from the config's memory; return config and bytes to reserve."""
+    if config.memory_nbytes is not None:  # without a limit, the free memory excludes the weights
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))
-    # Until the guesses of a verify pass are accepted or rejected, the recurrent states before the
-    # pass and after each of its tokens are kept.
+    # The recurrent states before a verify pass and after each of its tokens are kept until the
+    # pass's guesses are accepted or rejected.
     states = min(draft.verify_tokens * facts.states_nbytes, STATES_NBYTES) + facts.states_nbytes
     return config, states + grown_nbytes(draft.read_zeros(), config.context)
 
@@ -291,7 +290,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes to fill: ``most.some``, or more if only then all experts, or K, fit."""
+    """Return the bytes to fill: ``most.some``, or more if all experts, or else K, need more."""
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable
@@ -303,7 +302,7 @@ def _filled(most, work, every, least):
 
 def _work(facts, context, taken, memory):
     """Return how many prompt tokens are computed at once, their bytes, and what slots lend."""
-    left = memory - taken  # beside all else, K slots in each layer included
+    left = memory - taken  # what K slots in each layer and all else leave
     if can_empty():  # slots lend their memory
         most = left * 7 // 8
         most -= min(most // (MORE_SHARE + 1), MORE_NBYTES)

@@ -23,7 +23,7 @@ from .trial import Trial
 
 # ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
 # first expert outside the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
-# experts that no slot holds are needed, which are 61% of all misses. Without this limit: 71%, 76%.
+# experts outside the slots are needed; they are 61% of all misses. Without ``SURE``: 71%, 76%.
 SURE = 1.5
 # A layer's named experts are read if at least this share of them is right: on a machine where reads
 # take the cores' time, a wrong guess cost about twice what a right guess gained (one run, n=4).
@@ -89,7 +89,7 @@ class Oracle(Prefetcher):
     _rows, _next = (), 0
 
     def set_trace(self, trace: Trace) -> None:
-        """Guess from now on by a trace of this model and prompt, from its first decoded token."""
+        """Guess by a trace of this model and prompt, from the trace's first decoded token on."""
         rows, L = trace.experts[trace.phase == "decode"], len(self._layers)
         if rows.shape[1] != L:
             raise ValueError(
@@ -158,7 +158,7 @@ def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
 class Auto:
     """Turns the prefetcher on and off from call to call, by a ``Trial`` for each number of tokens.
 
-    A short call is timed up to its last layer's experts: reads ahead change nothing later.
+    A short call is timed up to its last layer's experts: reads ahead change nothing after them.
     """
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):

@@ -31,7 +31,7 @@ from .config import StreamConfig
 
 # A rank ends its own process if the others do not answer for this many seconds, as MLX cannot stop
 # waiting. (If a rank's process ends, the others notice at once.)
-PATIENCE_S = 120  # in a layer, in which the others may have much to read and compute
+PATIENCE_S = 120  # in a layer: the others may have much to read and compute
 LOADING_S = 600  # while the others load
 SAY_S = 8  # after this many seconds of waiting for the others to load, a rank says so on stderr
 LOOK_S = 0.5  # between two looks at the clock
@@ -47,7 +47,7 @@ class RankError(OSError):
 def joined() -> mx.distributed.Group | None:
     """Join the ranks that ``mlx.launch`` started with this one; None if this rank is alone.
 
-    MLX would wait for ever for a rank that never starts: after ``LOADING_S`` the process ends.
+    MLX would wait forever for a rank that never starts, so the process ends after ``LOADING_S``.
     """
     file, rank = os.environ.get("MLX_HOSTFILE", ""), os.environ.get("MLX_RANK")
     if Path(file).is_file() and not Path(file).read_text().strip():
@@ -167,7 +167,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """Let this rank wait; its process ends ``patience_s`` s after the last ``answered``."""
+        """Let this rank wait; its process ends ``patience_s`` s after the last ``answered()``."""
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:
@@ -184,8 +184,8 @@ class Ranks:
     ) -> tuple[mx.array, mx.array]:
         """Join all pairs' rows, ``[..., K, D]``, from the rows ``[n, D]`` that each rank computed.
 
-        ``owners`` and ``routed``, ``[..., K]``, are the rank and the expert of each pair, ``like``
-        a row's D and type. Evaluate the second result before ``answered``.
+        ``owners`` and ``routed``, ``[..., K]``, are the rank and the expert of each pair. ``like``
+        is a row's D and type. Evaluate the second result before calling ``answered``.
         """
         D, dtype = like
         if y is not None and y.dtype != dtype:
@@ -280,7 +280,7 @@ class Ranks:
 
 
 def _watch(ranks, closed):
-    """Have the ``Ranks`` of this weak reference look at the clock until it is closed or gone."""
+    """Let the ``Ranks`` behind a weak reference look at the clock until closed or deleted."""
     while not closed.wait(LOOK_S) and (living := ranks()) is not None:
         living._look()
         del living

@@ -41,7 +41,7 @@ class _Recorder:
 def replacing_indices(
     modules: list[nn.Module], replace: Callable, innermost: bool = False
 ) -> Iterator[None]:
-    """In the block module i gets ``replace(i, indices)``, except when a prefetcher calls it."""
+    """Module i gets ``replace(i, indices)`` inside the block, unless a prefetcher calls it."""
 
     def call(i, module, original, x, indices):
         if getattr(module, "probe", None) is None:
@@ -58,7 +58,7 @@ def replacing_indices(
 def record(
     model: nn.Module, name: str | None = None, seed: int | None = None, prompt: str = ""
 ) -> Iterator[Trace]:
-    """Record the routing of the calls of ``model``, from ``load``, inside the block.
+    """Record the routing of the calls that ``model`` (from ``load``) gets inside the block.
 
     The trace is filled when the block ends, also by an exception. Calls that failed are left out.
     The trace keeps ``name`` (default: the model's type), ``seed`` and ``prompt``.

@@ -1,4 +1,4 @@
-"""Sets how many of a model's slots are in use, by the memory that is free and what is swapped."""
+"""Sets how many of a model's slots are in use, from the free memory and the swapped pages."""
 
 import warnings
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
 # Bytes that stay free. They are for other programs that take memory between two looks, and for a
 # prompt that takes more than planned. (Without this reserve a server of 900 MB was killed.)
 RESERVE_NBYTES = BESIDE_NBYTES // 2
-# Seconds between two looks at swapping; a look takes 0.07 ms. Where swapping in takes more than
-# this share of the time, and swapping out does too, fewer slots are faster.
+# Seconds between two looks at swapping; a look takes 0.07 ms. Fewer slots are faster where swapping
+# in and swapping out each take more than this share of the time.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
 # Slots that were given back because of swapping are tried again, an eighth at a time, after this
 # many seconds without swapping. If a try makes the system swap again, the wait doubles.
@@ -32,8 +32,8 @@ REST_S = 60.0
 class Room:
     """Sets how many slots are in use: fewer where memory gets short, more where it is free again.
 
-    Without a plan the slots stay as the user chose them. With ``together`` other ranks compute the
-    same calls, which are divided into parts of ``Plan.prompt_tokens`` tokens and no further.
+    Without a plan the slots stay as the user chose them. ``together``: other ranks compute the same
+    calls, so a call is divided by ``Plan.prompt_tokens`` alone, not by how much memory is free.
     """
 
     def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
@@ -43,8 +43,8 @@ class Room:
         self._warned = slots  # the slots that the last warning named
         self.tokens = 0  # tokens of the call, or part of a call, that began last
         self._look_s = 0.0  # when to look at the memory again
-        # A GPU's own memory is not swapped. Elsewhere at most ``_most`` slots are kept: fewer while
-        # pages are swapped, and all after a long rest.
+        # A GPU's own memory is not swapped. Elsewhere ``_most`` limits the slots: it falls while
+        # pages are swapped, and rises again after a long rest.
         self._is_swappable = can_empty() or mx.metal.is_available()
         self._most, self._rest_s, self._rest_until, self._tried = slots, REST_S, 0.0, False
         self._watch_s, self._swapped = 0.0, None
@@ -106,19 +106,19 @@ class Room:
         return min(self._plan.top_k, self._plan.slots)
 
     def _fitting(self, nbytes, free):
-        """How many slots fit in each layer beside ``nbytes``, if ``free`` bytes are left."""
+        """The slots that fit in each layer if ``free`` bytes are free and ``nbytes`` needed."""
         return (self._residency.nbytes + free - nbytes) // self._plan.facts.slot_nbytes
 
     def _keep(self, fitting):
-        """Set how many slots there are from now on, if ``fitting`` fit; warn if they get fewer."""
+        """Set how many slots are kept when ``fitting`` slots fit; warn if slots get fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
-        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # so that new slots stay
+        more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # leaves memory to spare
         fitting = min(self._most, fitting)
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         warned = kept if kept > slots else self._warned
         self.slots, self._warned = kept, warned
-        if not warned or fitting >= warned - warned // 8:  # warn again after each eighth
+        if not warned or fitting >= warned - warned // 8:  # warn once for each eighth lost
             return
         self._warned = kept if fitting >= kept else 0  # 0: this was the last warning
         missing = (warned - fitting) * slot_nbytes
@@ -138,7 +138,7 @@ class Room:
         seconds, self._watch_s = now + WATCH_S - self._watch_s, now + WATCH_S
         before, self._swapped = self._swapped, swapped_s()
         both = zip(before, self._swapped) if before and self._swapped else ()
-        # If pages come back and none go out, a program goes on after a pause: memory is not short.
+        # Memory is not short if pages only come back: a program goes on after a pause.
         if min((b - a for a, b in both), default=0) > SWAPPED_SHARE * seconds:
             slots = min(self._most, self.slots)
             most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))
@@ -149,8 +149,8 @@ class Room:
             self._rest_s *= 1 + self._tried
             self._most = self._warned = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
-            # A Mac counts all programs' swapped pages, and slots given back there do not return:
-            # wait more, so that a browser that opens costs only a quarter of the slots.
+            # A Mac counts all programs' swapped pages, and its slots do not return once given back.
+            # So wait longer: a browser that opens then costs only a quarter of the slots.
             self._watch_s += 0 if can_empty() else 5.0
         elif self._most < self._plan.slots and now > self._rest_until:
             self._most, self._tried = self._most + max(1, self._most // 8), True
@@ -185,8 +185,8 @@ class Room:
             return
         self._look_s = now + LOOK_S
         facts = self._plan.facts
-        # What the prompt takes and frees in a layer, or for the logits after the last one. With
-        # notebook 03's layers a layer took 0.1 to 0.7 of a prompt's memory.
+        # What the prompt takes and frees in a layer, or for the logits after the last layer. A
+        # layer of notebook 03 took 0.1 to 0.7 of a prompt's memory.
         in_layer = max(0.75 * facts.token_nbytes, facts.token_logits_nbytes)
         nbytes = int(self.tokens * in_layer)
         self._watch(now)

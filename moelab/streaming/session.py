@@ -66,7 +66,7 @@ class Session:
         self.room = Room(plan, config.slots, self.residency, together=ranks is not None)
         self.lock = threading.RLock()  # held during every call of the model
         self._caller = None  # the thread whose call is running
-        self._unfinished = False  # set while a call runs, and left set by an exception
+        self._unfinished = False  # set while a call runs; an exception leaves it set
         self._error = None  # with ranks: the exception that ended the call
         self._prompt_tokens = 0  # a prompt's tokens since the last decoded token
         self._caches = []  # caches of the prompt that is being computed
@@ -124,7 +124,7 @@ class Session:
                 f"cannot go on: {describe(self._error)}"
             )
         self.reader.stop()
-        with suppress(RuntimeError):  # arrays that another thread built and never scheduled
+        with suppress(RuntimeError):  # from arrays that another thread built and never scheduled
             mx.eval(self.handover.pending)
         self.handover.pending = []
         self.residency.recover()
@@ -133,8 +133,8 @@ class Session:
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Begin a call of the whole model, or a part of that call, for token ids ``[B, T]``."""
-        # A prompt's recurrent states are evaluated with each layer's routing (except routing that
-        # goes through the mailbox): a lazy state keeps its layer's whole input in memory.
+        # A lazy recurrent state keeps its layer's whole input in memory. So a prompt's states are
+        # evaluated with each layer's routing, unless the routing goes through the mailbox.
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.tokens = inputs.size
         self.counting.reads_of(self.reader)
@@ -160,7 +160,7 @@ class Session:
         self.counting.now.calls += 1
 
     def settle(self) -> None:
-        """Wait until nothing reads slots, before a layer's call whose routing the host knows."""
+        """Wait until nothing reads slots. (The host knows the routing of the call that follows.)"""
         interrupts.look()
         self.residency.settle()
         if self.handover.pending:
@@ -169,12 +169,12 @@ class Session:
             self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """Evaluate routing ``[..., K]``, a prefetcher's ``asked``, and arrays that read slots."""
+        """Evaluate routing ``[..., K]``, a prefetcher's arrays ``asked``, and what reads slots."""
         interrupts.look()
         handover, mailbox = self.handover, self.handover.mailbox
         if mailbox and indices.size <= MAILBOX_SIZE and not asked:
             mailbox.post(indices, *(handover.pending or [indices]))
-            # Settle first: ``collect`` polls, and the threads that read would not get the GIL.
+            # Settle first: while ``collect`` polls, the threads that read do not get the GIL.
             self.residency.settle()
             routed = mailbox.collect(indices)
         else:
@@ -201,7 +201,7 @@ def session_of(model: nn.Module) -> Session:
 
 
 def stats(model: nn.Module, reset: bool = False) -> Stats:
-    """What the calls of a model from ``load`` have cost since then, or since the last ``reset``."""
+    """What a model's calls have cost since ``load``, or since the last ``reset``."""
     session = session_of(model)
     with session.lock:
         session.counting.reads_of(session.reader)

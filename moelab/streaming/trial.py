@@ -1,37 +1,37 @@
-"""Decides by measured times whether to prefetch; without numpy, as a token may take only 4 ms."""
+"""Decides by measured times whether to prefetch. It uses no numpy: a token may take only 4 ms."""
 
 from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# In any ``WINDOW`` calls in a row, trying the slower kind may take ``COST`` calls' time, as a
-# trial estimates. (In eight simulated regimes it took 0.3 to 1.1 calls' time on average.)
+# Trying the slower kind of call may cost the time of ``COST`` calls in any ``WINDOW`` in a row, as
+# a trial estimates. (In eight simulated regimes it cost the time of 0.3 to 1.1 calls on average.)
 WINDOW, COST = 128, 0.8
-SETTLE = 2  # calls that are not compared: kernels record programs in them, or they follow a prompt
-# The most pairs of calls that are compared, and the fewest that decide, as one may be disturbed.
+SETTLE = 2  # calls not compared: the first (kernels record programs) and those after a prompt
+# The most pairs of calls that are compared, and the fewest that decide (one may be disturbed).
 MOST_PAIRS, LEAST_PAIRS = 64, 3
-SURE = 3.5  # standard errors to decide; with fewer, tests after every pair are often wrong
-# Calls between a decision and the next trial. They double, up to the second number, if the next
-# trial decides the same.
+SURE = 3.5  # standard errors that decide: a trial tests after every pair, so fewer are often wrong
+# Calls between a decision and the next trial: the first number, which doubles up to the second
+# number while trials decide the same.
 AGAIN = 256, 4096
 MOST_LOG = 0.7  # a call that takes twice as long as its neighbour was disturbed
-# The error is estimated as if four pairs that differ by 15% came before: few pairs prove little.
+# The error's estimate includes four more pairs that differ by 15%: few pairs prove little.
 PRIOR_PAIRS, PRIOR_DEVIATION = 4, 0.15
-KEEP = 0.98  # the weight that earlier costs of a missing expert keep from call to call
-MEAN_CALLS = 32  # calls in the mean of the missing experts (needed, in no slot)
+KEEP = 0.98  # each call multiplies the weight of earlier costs of a missing expert by this
+MEAN_CALLS = 32  # calls in the mean number of missing experts (needed, but in no slot)
 CHANGED = 0.5  # a change of that mean, as a share, after which a new trial begins
 
 
 class Trial:
-    """Says for each call whether to prefetch (``on``): what takes less time stays.
+    """Says for each call whether to prefetch (``on``), and keeps what takes less time.
 
-    It compares pairs of calls in a row, as if both had missed equally many experts.
+    It compares two calls in a row at a time, as if both calls had missed equally many experts.
     """
 
     def __init__(self, best: bool):
         self.on = self.best = best
         self.gap = 0.0  # log(time of a call with prefetching / time of one without)
-        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, more experts missed with prefetching)
+        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, how many more experts prefetching missed)
         self._ends = deque()  # the numbers of the calls that ended the last pairs
         self._calls, self._next = 0, SETTLE  # calls so far; the call from which to try
         # Calls until the next trial, whether this trial has decided, and the last decision.
@@ -86,7 +86,7 @@ class Trial:
         self._next = min(self._next, self._calls)
 
     def _may_try(self):
-        """Return whether a pair may begin: not soon after a decision, nor if it costs too much."""
+        """Return whether a pair may begin: not soon after a decision, not at too high a cost."""
         if self._calls < self._next:
             return False
         if self._decided:
@@ -101,7 +101,7 @@ class Trial:
         """Estimate the gap; end the trial once it is sure or ``MOST_PAIRS`` were timed."""
         n, many = len(self._pairs), self._missing + 1
         slope = self._slopes / (self._squares + 0.1 * many * many)
-        slope = min(max(0.0, slope), 1 / many)  # missing experts cost at most the whole time
+        slope = min(max(0.0, slope), 1 / many)  # missing experts cost at most a call's whole time
         logs = [slower - slope * more for slower, more in self._pairs]
         if n > LEAST_PAIRS:
             middle = median(logs)

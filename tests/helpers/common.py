@@ -45,7 +45,7 @@ def loaded(path: Path, **fields) -> nn.Module:
 
 
 def greedy_logits(model: nn.Module, prompt: list[int], steps: int, every=False) -> np.ndarray:
-    """Logits of a prompt's last token (``every``: of each token) and of the greedy tokens after."""
+    """Logits of a prompt's last token (``every``: each token) and of the greedy tokens after it."""
     cache, tokens, rows = make_prompt_cache(model), prompt, []
     for _ in range(steps + 1):
         logits = model(mx.array([tokens]), cache=cache)[0]
@@ -55,14 +55,14 @@ def greedy_logits(model: nn.Module, prompt: list[int], steps: int, every=False) 
 
 
 def in_passes(model: nn.Module, tokens: mx.array, step: int) -> mx.array:
-    """Logits of tokens ``[B, T]``, of which each call reads ``step``."""
+    """Logits of tokens ``[B, T]``; each call reads ``step`` tokens of every row."""
     cache = make_prompt_cache(model)
     parts = [model(tokens[:, i : i + step], cache=cache) for i in range(0, tokens.shape[1], step)]
     return mx.concatenate(parts, axis=1)
 
 
 def watched(patch: pytest.MonkeyPatch, owner, name: str, note=lambda *args: args) -> list:
-    """Note the arguments of all calls of a function, which does what it did. Return the notes."""
+    """Return a list that gets the arguments of all calls of a function, which works as before."""
     seen, real = [], getattr(owner, name)
 
     def call(*args, **kwargs):

@@ -19,7 +19,7 @@ MODELS = moelab.DATA / "models"
 PROMPT = [5, 17, 3, 80, 41, 2, 17]
 V = families.VOCAB
 
-# The recurrent families of mlx-lm that have no experts: what they need beyond families.COMMON.
+# What the configs of mlx-lm's recurrent families without experts have beyond families.COMMON.
 DENSE = {
     "mamba": dict(state_size=8, use_bias=False, time_step_rank=4),
     "mamba2": dict(state_size=16, n_groups=1, use_bias=False, tie_word_embeddings=True,
@@ -41,7 +41,7 @@ DENSE = {
 
 @once
 def build(name, **changes):
-    """A small random model whose state depends on every token; ``changes`` are its config's."""
+    """A small random model whose state depends on every token; ``changes`` go into its config."""
     if name not in DENSE:
         return families.build(name, **changes)[0]
     mx.random.seed(1)
@@ -126,7 +126,7 @@ def repeat(tokens, n, choose):
 
 
 def told(plain):
-    """Given the text ``plain``, guess two right tokens, then a wrong one: every block is cut."""
+    """Guess two right tokens of the text ``plain``, then a wrong one that cuts every block."""
 
     def guess(tokens, n, choose):
         following = plain[len(tokens) :][:n]

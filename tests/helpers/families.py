@@ -37,7 +37,7 @@ ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 256}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 KINDS = ["sliding_attention", "full_attention"]
-# Names of all families, some for the same quantity. mlx-lm drops names that a family does not know.
+# Keys of all families' configs; some name the same thing. mlx-lm drops keys unknown to a family.
 COMMON = {
     "vocab_size": VOCAB, "num_vocab": VOCAB, "vocab_size_per_layer_input": VOCAB,
     "ngram_vocab_size_ratio": 2, "hidden_size": D, "model_dim": D, "num_hidden_layers": 2,
@@ -87,7 +87,7 @@ COMMON = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "conv_kernel": 4,
     "n_groups": 2, "mlp_bias": False, "use_conv_bias": True, "conv_bias": True, "conv_L_cache": 3,
 }  # fmt: skip
-# A family with one of these names for K does not get the usual one from ``COMMON``.
+# A family with one of these names for K does not get the usual name of K from ``COMMON``.
 OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 
@@ -109,7 +109,7 @@ class Family:
 
 GEMMA4 = {"top_k_experts": K, "tie_word_embeddings": True}
 MISTRAL4 = {"rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}}
-SMALL = {"intermediate_size": F}  # some families name the experts' size so
+SMALL = {"intermediate_size": F}  # some families give the experts' size this name
 FAMILIES = {
     **dict.fromkeys(
         ["Klear", "afmoe", "bailing_moe", "deepseek", "deepseek_v3", "deepseek_v32", "exaone_moe",
@@ -201,7 +201,7 @@ VARIANTS = {
     "plain32": {"dtype": mx.float32, "shards": 2},
 }
 COMMON_VARIANTS = ("affine4", "affine8", "mxfp4", "mixed", "sharded", "plain")
-# These families' experts differ: gate/up/down, the same in a hybrid, with additive biases, fc1/fc2.
+# Four kinds of experts: gate/up/down, the same in a hybrid, with additive biases, and fc1/fc2.
 EVERY_VARIANT = ("qwen3_moe", "qwen3_5_moe", "gpt_oss", "nemotron_h")
 # Endings of the names of the families' router weights.
 ROUTERS = ("gate.weight", "router.weight", "router.proj.weight", "router.layer.weight")
@@ -230,7 +230,7 @@ def discover() -> set[str]:
 
 
 def build(name: str, **changes) -> tuple[nn.Module, dict]:
-    """A random float32 model of the family, no parameter all zeros or ones, and its config."""
+    """A family's random float32 model (no parameter is all zeros or ones), and its config."""
     mx.random.seed(zlib.crc32(name.encode()))
     config = FAMILIES[name].build_config(name)
     config.get("text_config", config).update(changes)
@@ -341,8 +341,8 @@ def alternating(parent, tensors):
     return out
 
 
-# Families whose authors publish another layout, which mlx-lm's ``sanitize`` rearranges: the variant
-# of such a checkpoint, and a function that brings one module's experts into the layout.
+# Families whose authors publish another layout, which mlx-lm's ``sanitize`` rearranges: the
+# checkpoint's variant, and a function that brings one module's experts into the authors' layout.
 IN_ONE = ("experts.gate_up_proj", "experts.down_proj")
 HUGGING_FACE = {
     "mixtral": ("affine4", per_expert("experts", dict(zip(GATE_UP_DOWN, ("w1", "w3", "w2"))))),
@@ -355,7 +355,7 @@ HUGGING_FACE = {
     "llama4": ("plain", gate_up(*IN_ONE, transposed=True)),
     "qwen3_vl_moe": ("plain", gate_up(*IN_ONE, transposed=True)),
 }
-# In these families' checkpoints an expert's gate or up is not contiguous: they cannot be streamed.
+# Checkpoints of these families cannot be streamed: an expert's gate or up is not contiguous.
 REARRANGED = {"gpt_oss", "llama4", "qwen3_vl_moe"}
 
 
@@ -387,7 +387,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
 
 
 def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: int = 1) -> None:
-    """Write config.json, an index and ``shards`` files, to which the weights go in turn."""
+    """Write config.json, an index and ``shards`` files; each file gets the next weight in turn."""
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names, weight_map = sorted(weights), {}

@@ -24,7 +24,7 @@ def patch_preadv(patch: pytest.MonkeyPatch, preadv: Callable) -> None:
 
 
 def read_in_threads(patch: pytest.MonkeyPatch) -> None:
-    """Let the reader's threads make all reads, also of what the page cache holds."""
+    """Let the reader's threads make all reads, also reads of what the page cache holds."""
     patch.setattr(reader, "INLINE_NBYTES", 0)
     patch.setattr(reader, "CACHED_NBYTES", 0)
 
@@ -47,7 +47,7 @@ def edit_header(file: Path, edit: Callable) -> None:
 
 @contextlib.contextmanager
 def interrupt(n, package):
-    """Raise KeyboardInterrupt before the n-th line of a package that runs; give a list of where."""
+    """Raise KeyboardInterrupt before a package runs its n-th line; a list gets the place."""
     folder, lines, where = str(Path(package.__file__).parent), itertools.count(1), []
 
     def enter(frame, event, arg):
@@ -78,7 +78,7 @@ def at_every_line(package, step, run):
 
 @functools.cache
 def _is_safe(code, at):
-    """Whether CPython handles no signal here: a NOP (``try``) or a ``with``'s exit (three None)."""
+    """Whether CPython handles no signal here: at a ``try`` (NOP) or a ``with``'s end (3 None)."""
     following = (i for i in dis.get_instructions(code) if i.offset >= at)
     three = [(i.opname, i.argval) for i in itertools.islice(following, 3)]
     return three[0][0] == "NOP" or three == [("LOAD_CONST", None)] * 3

@@ -251,7 +251,7 @@ def num_open():
 
 
 def is_closed(before):
-    """Whether no more files are open than before. MLX's threads close theirs a moment later."""
+    """Whether no more files are open than before. MLX's threads close files a moment later."""
     for _ in range(50):
         if num_open() <= before:
             return True
@@ -370,7 +370,7 @@ def main():
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an outcome
     moelab.load(bases / CONFIGS[0])[0].__exit__()  # transformers keeps files open
-    gc.freeze()  # num_open is faster then
+    gc.freeze()  # makes num_open faster
     for number in range(first, last, step):
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
         print(json.dumps({"case": number}), file=out)

@@ -1,9 +1,9 @@
-"""Runs the tests in parts, three at a time: a line for each, then what failed, then the sum.
+"""Runs the tests in parts, three at a time. Prints a line a part, what failed, and the sum.
 
     python tests/helpers/parts.py [--all] [PART ...]
 
-``--all`` runs the slow tests, too (conftest.py lists them), and all parts but the notebooks at full
-size. What pytest says of a part is in build/test-PART.log.
+``--all`` also runs the slow tests, which conftest.py lists, and runs all parts at full size except
+the notebooks. What pytest says of a part is in build/test-PART.log.
 """
 
 import os
@@ -29,7 +29,7 @@ PARTS = {  # the longest first
 }
 AT_ONCE = 3  # more than there are cores: tests also wait for processes, reads, clients
 SAY_S = 60  # seconds between two lines about how far a part is
-say = partial(print, end="", flush=True)  # a line at once: two threads print
+say = partial(print, end="", flush=True)  # whole lines, since several threads print
 
 
 def run(part: str, with_slow: bool, started: list[subprocess.Popen]) -> tuple[Counter, str]:

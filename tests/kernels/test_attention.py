@@ -83,7 +83,7 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
 
 
 def test_the_numbers_of_rows_live_as_long_as_their_addresses_are_used(monkeypatch):
-    """Of two threads that ask ``in_order`` at once, only one has its array kept in the cache."""
+    """If two threads ask ``in_order`` at once, the cache keeps only one thread's array."""
     made, kernel = [], quantized.kernel
 
     def uncached(n):
@@ -162,7 +162,7 @@ def test_a_recurrence_in_parts_gives_the_same_bits(threads, monkeypatch):
 
 @pytest.mark.parametrize("vector", (False, True))
 def test_masked_tokens_leave_the_state(vector):
-    """Each row of a batch gets the bits that it gets without its masked tokens."""
+    """Each row of a batch has the same bits as without the row's masked tokens."""
     *arrays, state = recurrence(B=2, vector=vector)
     mask = mx.array([[True] * 5, [False, False, True, False, True]])
     y, last = gated_delta.gated_delta(*arrays, state, mask)

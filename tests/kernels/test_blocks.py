@@ -113,7 +113,7 @@ PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_ex
 
 @pytest.mark.parametrize("part, step", [*PARTS, ("", 4)])
 def test_hooks_see_every_call(part, step, load):
-    """A hook around a whole layer, such as a draft's, leaves its recorded pass and its bits."""
+    """A hook around a whole layer, as drafts have, changes no bit and keeps the recorded pass."""
     model, seen = load("qwen3_5_moe"), []
     want, layer = logits(model, step=step), model.layers[0]
     module, record = layer, layer._passes[step]
@@ -159,7 +159,7 @@ def test_what_a_library_replaces_is_called(mode, family, of, name, load, monkeyp
 
 
 def taken_back(model, strategy, wrong):
-    """Return logits of passes whose wrong tokens are taken back, and the most memory, in states."""
+    """Return logits of passes whose wrong tokens are taken back, and the most states in memory."""
     cache, got, most = make_prompt_cache(model), [], 0
     rollback = Rollback(model, cache, strategy)
     for i in range(0, TOKENS.shape[1], 2):
@@ -175,7 +175,7 @@ def taken_back(model, strategy, wrong):
 @pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
 def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
-    """``Rollback`` keeps less memory than a state for each of the 5 tokens would take."""
+    """``Rollback`` takes less memory than one state for each of the 5 tokens."""
     model = load(family)
     want = logits(model)
     got, states = taken_back(model, strategy, [90, 91, 92])

@@ -53,7 +53,7 @@ FORMS += [dict(mode="mxfp4", bits=4, group_size=32), {}]
 @pytest.mark.parametrize("bias", (True, False))
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_experts(form, tokens, bias):
-    """A bias lets experts compute by projection, not in one call. No token depends on another."""
+    """Experts with a bias take a call for each projection. No token depends on another token."""
     layer = quantize(SwitchGLU(64, 128, 8, bias=bias), **form)
     x, indices = normal(1, tokens, 64), chosen(tokens)
     want = use(layer, x, indices)

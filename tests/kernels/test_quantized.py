@@ -72,7 +72,7 @@ def test_product(form, outputs, inputs, widest):
     made, whole = matrices(form, outputs, inputs, experts=3)
     for n in (1, 2, 3, 4, 5, 11):
         x = rows(3 * n, inputs)
-        # Bound: rounding of a sum of D products, each of float32's relative 2^-24.
+        # The bound on a sum of D products, each of which float32 rounds by a share of 2^-24.
         bound = inputs * 2**-24 * (np.abs(x) @ np.abs(whole).max((0, 1)))[:, None] + 1e-7
         want = [part @ w.T for part, w in zip(np.split(x, [n, n + 1]), whole[[2, 0, 1]])]
         got = multiply(made, x, (2, 0, 1), (0, n, n + 1, 3 * n))

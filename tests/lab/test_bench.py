@@ -185,7 +185,7 @@ def test_tokens_made_to_miss():
     rows = cost.rows_with_misses(3, 5, 2, 24, 4, np.random.default_rng(0))
     hit = eviction.held(rows, 24, 4, "lru")
     assert rows.shape == (5, 2, 4) and (hit[1:].sum(-1) == 4 - 3).all()
-    for layer in range(2):  # no expert twice, or the page cache would have it
+    for layer in range(2):  # no expert is read twice: the page cache would have it
         assert np.unique(rows[:, layer][~hit[:, layer]], return_counts=True)[1].max() == 1
 
 
@@ -208,7 +208,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
 
 
 def test_costs_follow_from_the_samples():
-    """Overlap hides half of the shorter of reads and arithmetic, with direct reads a quarter."""
+    """Overlap hides half of reads or arithmetic, whichever is shorter (direct reads: a quarter)."""
     L, K, nbytes, hit_s = 2, 4, 10, 0.01
     own = {"fixed_s": 7e-3, "held_fixed_s": 6e-3, "expert_s": 1e-4, "prompt_token_s": 1e-3}
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}

@@ -180,7 +180,7 @@ def model(model_path):
 
 @pytest.mark.parametrize("length", [1, 7, 64])
 def test_windows_hold_every_byte_once(model, length):
-    """Windows of any length do, also where several tokens make a character."""
+    """Windows of any length hold each byte once, also where several tokens make a character."""
     some = quality.windows(model[1], TEXTS, length)
     assert some.nbytes.sum() == sum(len(t.encode()) for t in TEXTS)
     assert some.counts.max() <= length and some.ids.shape[1] == length + 1

@@ -20,7 +20,7 @@ from moelab.streaming import plan as plans
 from moelab.system import Mac
 
 TINY = moelab.DATA / "models" / "tiny-moe"
-# In these tests a GPU's models are float32, with scales that take more memory than a user's.
+# Tests on a GPU load models in float32, whose scales take more memory than those of a user.
 on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="needs a user's plans")
 
 # Published parameters, in billions. An n-gram table of 51 at 5 bits counts as 57 at 4.5 bits.
@@ -97,7 +97,7 @@ def test_names_units_and_machines_by_number(words, same, capsys, monkeypatch):
 
 
 def test_what_is_left_of_a_macs_memory_grows_less_than_the_memory():
-    """Every expert in a slot is worth more risk than a few more slots."""
+    """A slot for every expert is worth more risk than a few more slots are."""
     small, large = (Machine.mac(gb * 2**30, 3e9, 68e9) for gb in (16, 128))
     assert 0.4 * small.ram_nbytes < small.most.some < 0.5 * small.ram_nbytes
     assert 0.6 * large.ram_nbytes < large.most.some < memory.gpu_limit(large.ram_nbytes)
@@ -175,7 +175,7 @@ def test_what_a_plan_says_of_itself_follows_from_published_speeds_and_our_own(mo
     near = (sources <= plan.FORMULA_SPREAD).sum()
     number = ["no", "one", "two", "three", "four", "five", "six", "seven"]
     assert plan.FORMULA_NEAR.startswith(f"{number[near]} of {number[len(sources)]} published")
-    few = [own for own in recipe.OWN if own[-1] == 4]  # those of 40 layers take long
+    few = [own for own in recipe.OWN if own[-1] == 4]  # plans of 40 layers take long
     monkeypatch.setattr(recipe, "OWN", few)
     own = recipe.own()
     assert (own.factor <= plan.OWN_SPREAD).mean() > 0.8 and own.factor.median() < 1.15

@@ -259,7 +259,7 @@ def test_a_verdict_follows_from_the_intervals(figures, verdict, because):
 
 
 def test_a_record_changed_by_hand_changes_its_verdict(tmp_path):
-    """The seconds of one variant of a shipped record are doubled, as a wrong edit would."""
+    """The test doubles the seconds of one variant of a shipped record, as a wrong edit could."""
     (made,) = (c for c in claims.read() if c["id"] == "C2")
     assert claims.judge(made)[0].verdict == "confirmed"
     name, ahead, file = "cuda_loops_35b", "next token scheduled ahead", tmp_path / "r.json"

@@ -31,7 +31,7 @@ def test_lru_hit_rate(small):
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
 @pytest.mark.parametrize("m", (1, 3, 39))
 def test_missing(small, m, slots):
-    """Lists give the same: a window's experts less the last ``slots`` experts used before it."""
+    """A loop agrees: a window's experts less the last ``slots`` experts used before the window."""
     T, L, _ = small.experts.shape
     want = np.zeros((T - m + 1, L))
     for layer in range(L):
@@ -68,7 +68,7 @@ def test_a_synthetic_trace_repeats_no_expert_and_follows_its_seed():
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_fitted_trace_has_the_recorded_ones_locality(name):
-    """Means over layers agree to 0.03: overlap with the last token, LRU hit rates from K to E/2.
+    """Means over layers agree to 0.03: overlap with the last token, LRU hits of K to E/2 slots.
 
     Beyond E/2 slots they agree to 0.05: popularity is no exact power, and while the model writes, a
     few experts are hardly ever used.
@@ -121,7 +121,7 @@ def test_four_times_the_experts_have_the_hit_rate_of_the_trace(name):
 
 
 def test_without_room_for_variants_a_token_takes_its_most_frequent_experts():
-    """Tokens outside the trace share sets of experts (kinds), which are about as popular."""
+    """Tokens outside the trace share sets of experts (kinds), and use the same experts most."""
     trace = recorded_trace("code")
     routing = by_token.fit(trace, 8, 64, 8, 8192, 1024)
     token = np.bincount(trace.tokens).argmax()

@@ -27,7 +27,7 @@ def no_delays():
 @pytest.fixture(scope="session")
 def mlx():
     """Writes mlx-lm's continuation of a prompt, by a resident model and mlx-lm's own kernels."""
-    model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # TOKENIZER keeps first spaces
+    model, tokenizer = mlx_lm.load(str(MODEL))[0], TOKENIZER  # TOKENIZER keeps leading spaces
     model.set_dtype(mx.float32)
 
     @cache

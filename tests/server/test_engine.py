@@ -72,7 +72,7 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
 @two_servers
 def test_what_was_read_before_is_not_read_again(client, mlx):
     """A repeated prompt, a conversation that goes on, and the same instructions before another text
-    use kept caches. Of a prompt with which a kept prompt begins, one token is read."""
+    use kept caches. Only one token is read of a prompt that is the beginning of a kept prompt."""
     rules = {"role": "system", "content": '"""Notes about a queue of jobs, and how it empties.\n'}
     messages, length = [rules], 0
     for text in ("class Queue:\n    def push(self):", "def write(line):"):
@@ -117,7 +117,7 @@ def test_a_prompt_is_not_read_again_after_a_restart(bits, mlx, tmp_path):
 
 @two_servers
 def test_a_seed_writes_the_text(client, mlx):
-    """A seed does so also with a penalty, which looks at the whole prompt, cached or not."""
+    """A penalty looks at the whole prompt, cached or not, so a repeated text is the same."""
     fields = {"temperature": 0.8, "seed": 7, "extra_body": {"top_k": 50}}
     texts = {text_of(client, PROMPTS[0], **fields) for _ in range(2)}
     mx.random.seed(7)
@@ -161,7 +161,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
 
 
 def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
-    """Texts do so alone and beside others. A prompt without room for an answer is only counted."""
+    """A text goes on alone and beside others. A prompt too long to be answered is only counted."""
     shutil.copytree(MODEL, tmp_path / "m")
     config = tmp_path / "m/config.json"
     config.write_text(re.sub('("max_position_embeddings"): [0-9]+', r"\1: 64", config.read_text()))

@@ -171,7 +171,7 @@ FORMS = [  # the state after a prompt, what is asked for, texts of that form, ot
 
 @pytest.mark.parametrize("state, asked, taken, others", FORMS)
 def test_a_form(state, asked, taken, others):
-    """Texts of the form may be written and end, other texts not, whichever text came before."""
+    """The mask allows texts of the form and forbids others, whichever text came before."""
     tokenizer = wrapped(speaker.TEMPLATE)
     (end,), prompt = tokenizer.eos_token_ids, tokenizer.encode("x = [")
     mask = Mask(grammar(tokenizer, state, *asked), tokenizer, len(prompt))

@@ -75,7 +75,7 @@ def request_bytes(path="/v1/completions", **body):
 
 
 def connected(url):
-    """A connection that has little room for bytes that its client does not take."""
+    """A connection with a small buffer for bytes that the client has not taken yet."""
     where, connection = urlsplit(str(url)), socket.socket()
     connection.settimeout(60)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
@@ -135,7 +135,7 @@ HALVES = [r"\ud800", r"\uDc00", r"a\\\ud83d", r"\ud83d\u0041", r"\ud800\ud83d\ud
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_a_character(half):
-    """U+FFFD stands where Python's decoder makes half a character."""
+    """U+FFFD replaces each lone half of a character that Python's decoder makes."""
     wanted = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
     assert requests.parsed(f'{{"x": "{half}"}}'.encode()) == {"x": wanted}
 
@@ -200,7 +200,7 @@ def test_what_all_requests_hold_together(fake, monkeypatch):
 
 
 def test_a_template_that_does_not_end(fake, monkeypatch):
-    """A request that the template does not finish keeps neither its place nor a thread."""
+    """A request whose template does not end keeps neither its place nor a thread."""
     messages = [{"role": "user", "content": said} for said in ("slow", "x" * 20_000)]
     monkeypatch.setattr(http, "CHECK_S", 0.5)
     answer = fake.post("/chat/completions", json={"messages": messages})
@@ -404,7 +404,7 @@ def test_a_hostile_crowd(draft, tmp_path):
 
 @pytest.mark.parametrize("end, nohup", [(signal.SIGHUP, False), (signal.SIGTERM, True)])
 def test_a_hang_up(end, nohup, tmp_path):
-    """If its terminal closes, the server saves its prompts and ends, unless nohup keeps it."""
+    """The server saves its prompts and ends if its terminal closes, unless nohup keeps it."""
     kept = tmp_path / "kept"
     options = (*SLOTS, "--prompt-cache-dir", str(kept))
     with process(tmp_path, *options, ends=[end], nohup=nohup) as server:

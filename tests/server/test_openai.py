@@ -22,13 +22,13 @@ TOOLS = [speaker.CHAT_TOOL]
 
 
 def whole(client, *messages, **fields):
-    """A chat's answer in one piece, which has all of its fields."""
+    """A chat's answer in one piece; it has all fields of its type."""
     answer = chat(client, *messages, **fields).model_dump(exclude_unset=True)
     return parsed(ChatCompletion, answer, ["reasoning"])
 
 
 def streamed(client, *messages, **fields):
-    """What the client makes of a streamed chat, of which each event has all of its fields."""
+    """What the client makes of a streamed chat; each event has all fields of its type."""
     state = ChatCompletionStreamState()
     for event in chat(client, *messages, stream=True, **USAGE, **fields):
         event = event.model_dump(exclude_unset=True)

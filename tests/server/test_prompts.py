@@ -24,12 +24,12 @@ TEXT = drafting.ids(0, 60, vocab=families.VOCAB - 4)[0].tolist()
 
 @pytest.fixture(scope="module", params=["hybrid", "attention"])
 def model(request):
-    """tiny-moe's recurrent states cannot be trimmed; a small attention-only model's can."""
+    """The states of tiny-moe cannot be trimmed; the caches of an attention-only model can."""
     return drafting.trained() if request.param == "hybrid" else families.build("qwen3_moe")[0]
 
 
 def read(model, tokens, cache=None):
-    """Caches after tokens, and the logits after the last."""
+    """Return the caches after tokens, and the logits after the last token."""
     cache = cache or make_prompt_cache(model)
     logits = model(mx.array([tokens]), cache=cache)[0, -1]
     mx.eval(logits, [c.state for c in cache])
@@ -41,7 +41,7 @@ def is_hybrid(model):
 
 
 def test_what_a_prompt_finds(model):
-    """The logits after a prompt that goes on from kept caches are those after the whole."""
+    """A prompt that goes on from kept caches gives the logits of a prompt that is read whole."""
     prompts = Prompts()
     assert prompts.fetch(TEXT) == (None, 0) == prompts.fetch([]) == prompts.fetch(TEXT[:1])
     cache, _ = read(model, TEXT[:40])
@@ -59,7 +59,7 @@ def test_what_a_prompt_finds(model):
 
 
 def test_a_view_of_a_batch_keeps_no_more_than_itself(model):
-    """The text's part of a batch's arrays is copied, and the caches of the caller stay views."""
+    """``keep`` copies one text's part of a batch's arrays; the caller's caches stay views."""
     texts = mx.array([TEXT[:40]] * 8)
     batch, prompts = make_prompt_cache(model), Prompts()
     mx.eval(model(texts, cache=batch), [c.state for c in batch])
@@ -86,7 +86,7 @@ def test_where_prompts_part(model):
     assert shared(prompts, TEXT[:10] + [t + 3 for t in TEXT]) == 0  # 10 are too few to be kept
     text = TEXT[::-1]
     prompts.keep(text, read(model, text)[0])
-    # A kept cache that can be trimmed serves every prompt that begins so.
+    # A kept cache that can be trimmed also serves prompts that share only its beginning.
     assert shared(prompts, text[:50] + TEXT) == (50 if is_hybrid(model) else 0)
 
 

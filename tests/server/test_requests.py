@@ -52,7 +52,7 @@ def test_what_changes_nothing(kind, usual):
 
 @both
 def test_what_a_request_becomes(kind, usual):
-    """The command line has the defaults; an ``Ask`` survives JSON; mlx-lm takes its arguments."""
+    """The command line sets defaults; an ``Ask`` survives JSON and has arguments of mlx-lm."""
     args = {"max_tokens": 7, "temp": 0.5, "top_p": 0.9, "sampling_top_k": 3, "min_p": 0.1}
     (ask,) = asks(kind, usual, args=args | {"num_draft_tokens": 4})
     defaults = {"temp": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}
@@ -87,7 +87,7 @@ def test_several_texts(kind, usual):
 
 
 def test_prompts():
-    """Prompts may have every form of OpenAI's, such as those of lm-eval's ``local-completions``."""
+    """Prompts may have all forms of OpenAI's API, also those of lm-eval's ``local-completions``."""
     encode = fake_served().tokenizer.encode
     for prompt in ("a b", ["a b", "c"], [1, 2], [[1, 2], [3]], ["a b", [3]]):
         listed = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
@@ -204,7 +204,7 @@ SAID = [  # a field, a value, and what is said of it
 
 @pytest.mark.parametrize("field, value, said", SAID)
 def test_what_a_refusal_says(field, value, said):
-    """It names the field, what is expected and what was got, also for a field of several forms."""
+    """A refusal names the field, what is expected (perhaps several forms) and what was got."""
     with pytest.raises(Refused) as refused:
         asks(CHAT, TALK | {field: value})
     assert str(refused.value).replace('"', "").startswith(said)

@@ -129,7 +129,7 @@ def test_the_state_after_the_prompt():
             given = {"messages": [user(word)], "has_states": has_states}
             assert chat(tokenizer, **given)[2] == "reasoning"
             assert chat(tokenizer, **given, enable_thinking=False)[2] == "normal"
-    # A template that opens a thought or a header for the answer.
+    # A template may open a thought or a header for the answer.
     assert chat(wrapped("{{ messages[0].content }}<think>"), [user("a")])[2] == "reasoning"
     muse = wrapped(PLAIN, response_format=muse_spark.RESPONSE_FORMAT)
     assert chat(muse, [user("a")])[2] == "header"
@@ -151,7 +151,7 @@ def test_prompts_part_after_the_system_and_after_the_last_message():
 
 
 def test_an_agents_next_prompt_begins_with_what_was_kept():
-    """A template may leave out a turn's thinking, or add it, unlike the text that was written."""
+    """A template may leave out or add a turn's thinking; the prompt then differs from the text."""
     tokenizer = wrapped(THINKING)
     messages = [{"role": "system", "content": "Use tools."}, user("1 + 1?")]
     call = {"role": "assistant", "content": None, "tool_calls": [function('{"a": 1}')]}

@@ -45,7 +45,7 @@ def cut(text, places):
 
 
 def split(tokenizer, pieces, tools=TOOLS, state="normal", finish="stop", one=False):
-    """Return what a text in pieces becomes, and how it ends; the id of a call may become "made"."""
+    """Return a text's runs and how the text ends; an id that the splitter makes is "made"."""
     splitter = Splitter(tokenizer, tools, state, one)
     answer = total([*map(splitter.add, [*map(Part, pieces), Part(finish=finish)])])
     assert answer.text == "".join(pieces)
@@ -101,7 +101,7 @@ def test_any_cut_of_a_text_gives_the_same_answer(parser, text, places, state, fi
     runs, ended = whole
     if any(run.kind == "call" for run in runs):
         assert tools and ended == ("tool_calls" if finish == "stop" else "length")
-    else:  # no character is lost but the markers of thinking
+    else:  # only the markers of thinking are lost
         assert ended == finish
         sent, lost = "".join(run.text for run in runs), text
         for marker in ("<think>", "</think>"):
@@ -119,7 +119,7 @@ def test_a_call_in_each_format(parser):
     if parser == "json_tools":  # half a character
         runs, _ = split(tokenizer, good.replace("1", r'"\ud83dx"'))
         assert runs[0].text == '{"a": "\ufffdx"}'
-    # Without tools all of it is text. A call that the limit cut is text, too.
+    # A call is text if there are no tools, or if the token limit cut the call.
     assert split(tokenizer, "so " + good, None) == text_of("so " + good)
     assert split(tokenizer, good[:-1], finish="length")[0] == text_of(good[:-1])[0]
     # Tools that a parser does not expect end no answer.

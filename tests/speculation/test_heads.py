@@ -193,7 +193,7 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
 def test_acceptance_and_the_targets_own_text(name, n, least):
-    """The text is as without drafts. On held-out code tau is far above an untrained draft's 1.0."""
+    """Drafts change no text. On held-out code tau is far above the 1.0 of an untrained draft."""
     model, draft = trained(), open_draft(MODELS / name)
     accepted = []
     for prompt in heldout_prompts(TINY_MOE, "code", 64)[::60][:2]:
@@ -261,7 +261,7 @@ def in_original_form(name, weights):
 
 
 def same(head, expected, D):
-    """Whether a head, called on three parts, gives what ``expected(embedded, hidden)`` does."""
+    """Return whether a head computes ``expected(embedded, hidden)`` if called on three parts."""
     mx.random.seed(2)
     embedded, hidden = mx.random.normal((1, T, D)), mx.random.normal((1, T, D))
     cache, wanted = make_prompt_cache(head), expected(embedded, hidden)
@@ -346,7 +346,7 @@ def test_a_family_without_a_head_and_damaged_ones_are_refused(tmp_path):
         MTPDraft(write(tmp_path, {"fc.weight": mx.zeros(1)}, fp8))
 
 
-PUBLISHED = {  # means of norms less 1 in heads of Qwen3.5 and 3.6: the least and the most
+PUBLISHED = {  # the least and the greatest mean, less 1, of each norm in heads of Qwen3.5 and 3.6
     "t.self_attn.q_norm": (0.73, 0.79), "t.self_attn.k_norm": (0.73, 0.78),
     "t.input_layernorm": (0.03, 0.39), "t.post_attention_layernorm": (0.21, 0.39),
     "t.norm": (1.25, 2.58), "norm_hidden": (-0.51, -0.16), "norm_embedding": (-0.73, -0.46),
@@ -356,7 +356,7 @@ PUBLISHED = {  # means of norms less 1 in heads of Qwen3.5 and 3.6: the least an
 @pytest.mark.parametrize("in_a_layer", [0, 1])
 @pytest.mark.parametrize("others", [0, 1])
 def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
-    """Converters add 1 to all norms, to none, to those of the layer or to the others."""
+    """Converters add 1 to all norms, to none, to the layer's norms only or to the others only."""
     added = {
         f"{k}.weight": in_a_layer if "_attn" in k or "_lay" in k else others for k in PUBLISHED
     }
@@ -369,7 +369,7 @@ def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
 
 
 WITH, LESS_1 = "nothing", "norm"  # patterns of the norms that are stored less 1
-STORED = {  # tiny-mtp, 4 bits, as others store it: model_type, prefix, norms less 1
+STORED = {  # forms of tiny-mtp in 4 bits: model_type, prefix, the norms that are stored less 1
     "as it is": ("qwen3_5_mtp", "", WITH),
     "alone, raw": ("qwen3_5_mtp", "", LESS_1),
     "raw": ("qwen3_5_moe", "mtp.", LESS_1),

@@ -17,7 +17,7 @@ class World:
     """Simulated costs, in units of a token without drafts, and acceptance.
 
     A verify pass costs 1 + ``fixed``, and ``each`` for each further position (less once the experts
-    saturate). n drafts cost ``block`` + n ``one``. A token that the draft missed costs ``miss``.
+    saturate). n drafts cost ``block`` + n ``one``, and ``miss`` per undrafted token before them.
     """
 
     accept: float
@@ -29,8 +29,8 @@ class World:
     saturation: float = 1e9
     seed: int = 0
     miss: float = 0.0
-    cold: float = 0.0  # what the first token costs more; 1/e of it after 25 tokens
-    first: float = 0.0  # what the first pass of each length costs more
+    cold: float = 0.0  # the extra cost of the first token, which falls to 1/e in 25 tokens
+    first: float = 0.0  # the extra cost of the first pass of each length
 
     def __post_init__(self):
         self.rng, self.chosen, self.passed = np.random.default_rng(self.seed), [], set()
@@ -83,7 +83,7 @@ def speed(world, num_tokens, policy=None):
 
 
 def drawn_worlds():
-    """Yield worlds that numpy draws: Hypothesis's draws depend on numbers in the package."""
+    """Yield worlds that numpy draws: draws of Hypothesis change with numbers in the package."""
     rng = np.random.default_rng(0)
     highest = {"accept": 0.98, "each": 1.2, "block": 1, "one": 0.5, "fixed": 0.5}
     while True:
@@ -96,7 +96,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """How much longer a text takes with drafts, as a share; one token's time is taken off first."""
+    """Return the share of time that drafts cost a text, without one token's time."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:
@@ -117,7 +117,7 @@ def test_it_rarely_costs_more_than_three_percent():
 
 def pays(world):
     """Whether drafting gains 50% or more, and a failed draft costs half a token or less."""
-    # If it costs more, the bound on losses lets the policy try too rarely in 2000 tokens.
+    # If a failure costs more, the bound on losses lets the policy try too rarely in 2000 tokens.
     failed_s = world.draft_s(1) + world.verify_s(2) - 1 + 4 * world.miss
     return failed_s <= 0.5 and world.best() >= 1.5
 
@@ -137,7 +137,7 @@ class FullDepth(World):
 
 
 MISLED = {  # the world, tokens, a token's time without drafts, and what the speeds must be
-    "noise": (  # 1.2: the mean of the noise; 1.02: for its spread
+    "noise": (  # 1.2 is the mean of the noise, 1.02 allows for its spread
         partial(World, 0.3, 0.8, 0.3, 0.1, noise=0.2), 1000, 1,
         lambda speeds: min(speeds) >= 1 / (1.03 * 1.2 * 1.02),
     ),

@@ -125,7 +125,7 @@ def test_the_families_own_windows_and_chunks(name):
 @FEW
 @given(st.integers(1, 9), splits)
 def test_quantized_keys_and_values(prompt, rounds):
-    model, prompt = build("qwen3_5_moe", head_dim=32), ids(6, prompt)  # the least that is quantized
+    model, prompt = build("qwen3_5_moe", head_dim=32), ids(6, prompt)  # 32: the smallest group
     caches = pair(model, prompt)
     form = {"group_size": 32, "bits": 8}
     for c in caches:

@@ -71,7 +71,7 @@ def test_the_same_seed_writes_the_same_text(sampling, processing):
             for n in (0, 1, 6):
                 got = chosen(seed, steps, draft, n)
                 assert [t for t, *_ in got] == expected
-                # The same distribution and random numbers: the same choice.
+                # The same distribution and random numbers give the same choice.
                 assert draft is not drafts[0] or all(r.accepted == r.drafted for *_, r in got)
 
 
@@ -94,7 +94,7 @@ def test_stop_tokens_inside_a_block():
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, "auto"])
 def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
-    """A text stops after any token, by limit or caller, then goes on with the draft's own cache."""
+    """A limit or the caller stops a text after any token; a text goes on from both caches."""
     model = build("qwen3_5_moe")
     expected = plain(model, PROMPT, 30)
     for stop in range(1, 14):
@@ -126,8 +126,8 @@ def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
 
 
 def test_no_pass_reads_past_where_a_cache_is_quantized():
-    """With 2 bits a token's probabilities show whether the cache was quantized when it was read."""
-    model = build("qwen3_5_moe", head_dim=32)  # the least that can be quantized
+    """With 2 bits the probabilities show whether a token was read with a quantized cache."""
+    model = build("qwen3_5_moe", head_dim=32)  # the smallest group that can be quantized
     kwargs = dict(kv_bits=2, kv_group_size=32, quantized_kv_start=15, max_tokens=20)
     expected = list(generate_step(mx.array(PROMPT), model, **kwargs))
     text = PROMPT + [t for t, _ in expected]
@@ -159,7 +159,7 @@ def test_a_lookup_proposes_half_of_what_matched():
     assert draft.propose(53, 8, None).tolist() == [98, 0]  # only four match
     draft.extend(mx.array([53, 97, 51, 52]), None)
     assert draft.propose(53, 8, None).tolist() == []  # only three match
-    # A kept cache still has what was read before, but no longer the tokens that were taken back.
+    # A kept cache holds the tokens that were read, without those that were taken back.
     draft = LookupDraft()
     (cache,) = draft.make_cache()
     draft.bind(None, [cache])
@@ -254,6 +254,6 @@ def test_streamed_counters_are_consistent(hybrid):
         assert [t for t, *_ in got] == expected
         counted = moelab.stats(model)
         drafted = [r.drafted for r in {r.number: r for *_, r in got}.values()]
-        # A round reads `last` and its drafts. The prompt without its last token was read before.
+        # A round reads the last token and its drafts; all prompt tokens but one are read before.
         read = len(PROMPT) - 1 + sum(1 + n for n in drafted)
         assert counted.prefill.tokens + counted.decode.tokens == read

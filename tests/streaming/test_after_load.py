@@ -54,7 +54,7 @@ CHANGES = (
 
 
 def test_new_weights_take_effect(hybrid, tmp_path):
-    """New scales and biases of the backbone take effect as in a resident model, however set."""
+    """Each way to set scales and biases of the backbone takes effect as in a resident model."""
     resident, file = families.load_resident(hybrid), str(tmp_path / "w.safetensors")
     experts = tuple(k for k, m in resident.named_modules() if isinstance(m, SwitchGLU))
     weights = {
@@ -181,7 +181,7 @@ def write_adapters(folder, source, fine_tune_type, keys):
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
 def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
-    """With adapters, given to ``load`` or loaded later, a model answers as mlx-lm's does."""
+    """A model answers as mlx-lm's with the same adapters, given to ``load`` or loaded later."""
     keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
     adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, fine_tune_type, keys)
     plain = families.load_resident(random_tiny_moe)
@@ -218,7 +218,7 @@ def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
 
 @pytest.mark.parametrize("mode", ["resident", "fused"])
 def test_fewer_experts_where_the_config_leaves_it_to_the_family(mode, tmp_path):
-    """ernie4_5_moe names K ``moe_k``. ``top_k`` counts even if config.json has no such name."""
+    """ernie4_5_moe calls K ``moe_k``. ``top_k`` counts even if config.json has no name for K."""
     path = families.write_checkpoint("ernie4_5_moe", tmp_path / "m")
     config = json.loads((path / "config.json").read_text())
     answers = []

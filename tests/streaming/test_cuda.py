@@ -30,7 +30,7 @@ answer = functools.partial(greedy_logits, prompt=PROMPT, steps=4)
 
 
 class Runtime:
-    """In place of CUDA: the calls that ``streaming.cuda`` makes, and its kernels in Python."""
+    """A stand-in for CUDA: the calls that ``streaming.cuda`` makes, and its kernels in Python."""
 
     cudaHostAllocDefault = 0
     cudaDeviceAttr = SimpleNamespace(cudaDevAttrKernelExecTimeout=17)
@@ -196,7 +196,7 @@ def test_the_gpu_waits_unless_it_ends_long_kernels(time_limit, hybrid, runtime, 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
 def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monkeypatch):
-    """Native code says so before Python, whose reader thread may first have to wait for the GIL."""
+    """Native code marks bytes as read; Python's reader thread may have to wait for the GIL."""
     flags, read = [], native.read
 
     def watched(table, flag=0, arrived=None):
@@ -272,7 +272,7 @@ def test_an_interrupt_leaves_no_kernel_waiting(hybrid, runtime, want, monkeypatc
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (K, 3 * K, 64))
 def test_experts_from_the_hosts_memory_are_the_same(slots, mode, path, runtime, want, monkeypatch):
-    """They stay the same when experts replace others, and when some slots are given back."""
+    """Answers stay the same when experts replace others, and when some slots are given back."""
     monkeypatch.setattr(layer_slots, "can_empty", lambda: False)
     with copying(path, mode=mode, slots=slots, source="host") as model:
         for _ in range(2):

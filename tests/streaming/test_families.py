@@ -1,6 +1,6 @@
 """Every mlx-lm family streams, and answers as plain mlx-lm does with every expert in memory.
 
-Each family is a tiny random checkpoint (tests/helpers/families.py) in one or more variants. Its
+Each family is a tiny random checkpoint (tests/helpers/families.py) in one or more variants. The
 prompt needs more experts than there are slots, so the prompt runs in waves.
 """
 
@@ -21,7 +21,7 @@ SLOTS = K + 1
 PROMPT, LONG_PROMPT = LONG[:20], LONG[:40]  # from 64 indices on mlx-lm sorts tokens by expert
 NUM_STEPS = 5
 
-ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # MLX takes one scale for a tensor on GPUs only
+ON_CPU = set(families.VARIANTS) - {"nvfp4_global"}  # a CPU takes no scale for a whole tensor
 # One variant for every family, and every variant for a few of them.
 CASES = sorted(
     {(name, families.variant_of(name)) for name in families.FAMILIES.keys() - families.EXPERTS_ONLY}
@@ -134,7 +134,7 @@ def test_batches(name, stored):
 @pytest.mark.parametrize("variant", ["affine4", "plain"])
 @pytest.mark.parametrize("name", [*EVERY_VARIANT, "llama4", "deepseek_v41"])
 def test_experts_as_if_large(name, variant, stored, monkeypatch):
-    """Experts that threads read and that are computed in parts, as large ones, change no logits."""
+    """No logits change if threads read experts and compute runs in parts, as for large experts."""
     read_in_parts(monkeypatch)
     path = stored(name, variant)
     assert_streams(path)

@@ -143,7 +143,7 @@ def overlap(text, seen):
 
 
 def take(documents, quota):
-    """Take documents of ``quota`` bytes in all at most, in the order of their names' hashes."""
+    """Take documents in the order of their names' hashes, at most ``quota`` bytes together."""
     taken = []
     for document in sorted(documents, key=lambda d: hashlib.sha256(d[1].encode()).digest()):
         nbytes = len(document[2].encode())

@@ -14,8 +14,8 @@ def chunk_bwd_dqkwg(
 ):  # fmt: skip
     """Return gradients of q, k [B, T, Hk, Dk], w [B, T, Hv, Dk] and the cumulated log2 decay g.
 
-    v, do and dv are [B, T, Hv, Dv]; h and dh, the state before each chunk of C tokens and its
-    gradient, [B, T / C, Hv, Dk, Dv]; g is [B, T, Hv], float32.
+    v, do and dv are [B, T, Hv, Dv]; g is [B, T, Hv], float32. h (the state before each chunk of C
+    tokens) and its gradient dh are [B, T / C, Hv, Dk, Dv].
     """
     Hk = k.shape[2]
     Hv, C = v.shape[2], chunk_size

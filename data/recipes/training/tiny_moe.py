@@ -51,7 +51,7 @@ CONFIG = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
-# Small modules with much influence get eight bits, the first two by mlx-lm's own predicate, too.
+# Small modules with much influence get eight bits. mlx-lm does the same for the first two.
 EIGHT_BIT = ("mlp.gate", "shared_expert_gate", "embed_tokens", "in_proj_a", "in_proj_b")
 NOT_QUANTIZED = ("norm", "norm_embedding", "norm_hidden", "conv1d", "A_log", "dt_bias")
 

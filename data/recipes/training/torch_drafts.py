@@ -168,7 +168,7 @@ def write_texts(model, head, train, buckets, generator):
             starts = torch.randint(len(train) - P, (texts, 1), generator=generator).to(train.device)
             parts.append(writer(train[starts + span].long()).short())
         written.append(torch.cat(parts))
-        del writer  # frees its states before the next writer's
+        del writer  # frees the states of this writer before the next writer makes its own
         print("written", list(written[-1].shape), time.strftime("%H:%M:%S"), flush=True)
     return written
 
@@ -193,7 +193,7 @@ def distil_loss(hidden, target, embedding):
 
 
 def mtp_loss(head, read, last, some, goal, embedding, distil):
-    """Compute the loss of drafts in a row from every position; tokens between are the text's own.
+    """Compute the loss of drafts in a row from every position; the head reads the text's tokens.
 
     ``read`` and ``last`` [B, T, D] are the embedded text and the target's hidden states; ``goal``
     [N, D] are these hidden states at the indices ``some``.
@@ -222,7 +222,7 @@ def train(model, embedding, texts, buckets, steps, generator, names):
     drafts, optimizers = {}, {}
     for name in names:
         drafts[name] = draft = KINDS[name](config_of(name)).to(device, embedding.dtype)
-        # The drafts share the target's head, so their norm starts at its scale.
+        # The drafts share the target's head, so their last norm starts as the target's.
         draft.norm.weight.data.copy_(model.language_model.model.norm.weight)
         if isinstance(draft, MTP):
             draft.start(model.language_model.model)

@@ -116,11 +116,11 @@ class GatedDeltaNet(nn.Module):
 
 
 def attend_chain(q, k, v, chain):
-    """Attend in one step of drafting in a row, with every position as an anchor at once.
+    """Attend in one step of chains of drafts, with one chain from every position at once.
 
     A chain of drafts begins at its anchor, position a; its step j (0, 1, ...) is at a + j. A query
-    of the chain sees the keys of step 0 up to a and, of each later step s up to its own, the key at
-    a + s. ``chain`` has keys and values of earlier steps; those of this step are added. q is
+    of step j sees the keys of step 0 up to position a, and one key of each step s from 1 to j: the
+    key at a + s. ``chain`` has keys and values of earlier steps; those of this step are added. q is
     [B, H, T, Dh], k and v [B, Hk, T, Dh].
     """
     j, at = len(chain), torch.arange(q.shape[2], device=q.device)
@@ -326,7 +326,7 @@ class Model(nn.Module):
 
 
 class Writer:
-    """Continue many texts of one length at once by the target, with one CUDA graph per position.
+    """Continue many texts of one length at once with the target, by replays of one CUDA graph.
 
     The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """

@@ -42,7 +42,7 @@ def quantize(w, bits):
     scale = ((high - low) / steps).clamp(min=1e-7)
     edge = torch.where(low.abs() > high.abs(), low, high)
     scale = torch.where(low.abs() > high.abs(), scale, -scale)
-    # The larger end is a point of the grid, and so is zero.
+    # The end that is farther from zero is a point of the grid, and so is zero.
     zero = (edge / scale).round()
     bias = torch.where(zero == 0, 0, edge).bfloat16().float()
     scale = torch.where(zero == 0, scale, edge / zero).bfloat16().float()

@@ -25,7 +25,7 @@ SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
 _latest = {}  # the latest answers' items by id: clients may name an item by its id alone
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
-SIGNATURE = "moelab"  # of thoughts; clients may drop thoughts without a signature
+SIGNATURE = "moelab"  # the signature of thoughts; clients may drop thoughts without one
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {500: "api_error", 503: "overloaded_error"}
@@ -91,7 +91,7 @@ class ItemsRequest(ChatRequest):
     include: list[Annotated[str, Field(pattern="^(reasoning|[a-z_]+_call)")]] = Field([])
 
     def read(self, served: Served) -> tuple[list[Ask], list[Splitter]]:
-        """Join the pieces into messages that templates take, and make the ask of them.
+        """Join the pieces into messages that templates take, and make an ask from the messages.
 
         Consecutive messages of one role, except tools' results, become one message. System messages
         after another role become user messages.
@@ -119,10 +119,10 @@ class Items:
     """The items of a streamed answer: one item for each ``Run`` of what was written."""
 
     def __init__(self):
-        self._number, self._runs = -1, []  # of the current item
+        self._number, self._runs = -1, []  # the current item's number and runs
 
     def steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
-        """Yield steps (``begin``, ``more``, ``end``, ``cut``), with an item's number and a run."""
+        """Yield triples: a step (``begin``, ``more``, ``end``, ``cut``), item number and run."""
         for run in part.runs:
             if not self._runs or self._runs[0].kind != run.kind or run.kind == "call":
                 yield from self._end("end")

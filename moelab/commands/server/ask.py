@@ -29,23 +29,23 @@ class Refused(ValueError):
 class Served:
     """The model that is served, and the memory for its texts."""
 
-    name: str  # in requests and answers
+    name: str  # the model's name in requests and answers
     args: Namespace  # the command line, with defaults for requests
     tokenizer: TokenizerWrapper
-    size: int  # tokens of the vocabulary
-    positions: int  # tokens of the longest text
+    size: int  # the number of tokens in the vocabulary
+    positions: int  # the number of tokens in the longest text
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
     has_states: bool = False  # whether caches cannot drop tokens (recurrent states)
     is_batchable: bool = False
-    context: float = inf  # tokens of a text that memory is planned for
+    context: float = inf  # memory is planned for texts of this many tokens
     room: float = inf  # how many texts of ``context`` tokens have caches that fit in memory
     most_texts: int = 1  # how many texts may be written at once
 
     def fits(self, sizes: list[int]) -> bool:
         """Return whether the caches of texts of ``sizes`` tokens fit in memory together."""
-        return sum(max(0.5, n / self.context) for n in sizes) <= self.room  # short ones count half
+        return sum(max(0.5, n / self.context) for n in sizes) <= self.room  # short texts count half
 
     def make_cache(self, drafted: bool = True) -> list:
         """Make new caches of the model and, if ``drafted``, of its draft."""
@@ -55,21 +55,21 @@ class Served:
 
 @dataclass
 class Ask:
-    """One text to write after ``tokens``. All values are JSON's, since ranks share them."""
+    """One text to write after ``tokens``. All values are JSON values, since ranks share them."""
 
     tokens: list[int]
     max_tokens: int  # 0: the prompt is only scored, with ``echo``
     sampling: Body = field(default_factory=dict)  # arguments of mlx-lm's make_sampler
-    penalties: Body = field(default_factory=dict)  # arguments of its make_logits_processors
+    penalties: Body = field(default_factory=dict)  # arguments of mlx-lm's make_logits_processors
     seed: int | None = None  # None: the engine draws a seed
     form: str | None = None  # the grammar that the text follows (``grammar.grammar``)
-    stops: list[str] = field(default_factory=list)  # the text ends before the first of them
+    stops: list[str] = field(default_factory=list)  # the text ends before the first stop string
     logprobs: int | None = None  # how many likely tokens to tell; None: no log probabilities
     echo: bool = False  # with ``logprobs``: log probabilities of the prompt's tokens too
     num_draft_tokens: int | str = "auto"
     # Places in ``tokens`` where a later prompt may differ, each with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
-    is_open: bool = False  # nobody set a limit: ``max_tokens`` are the positions that are left
+    is_open: bool = False  # no limit was set: ``max_tokens`` is the number of positions left
 
     def __post_init__(self):
         bias = self.penalties.get("logit_bias", {})  # JSON's keys are texts
@@ -97,7 +97,7 @@ class Run(NamedTuple):
 
     kind: str  # content, reasoning or call
     text: str
-    id: str = ""  # of a call, like ``name``
+    id: str = ""  # only calls have an id and a name
     name: str = ""
 
 
@@ -115,7 +115,7 @@ class Part:
     """What was written since the last part, or a whole answer."""
 
     text: str = ""
-    tokens: list[Token] = ()  # if asked for; a text's last token may be one that ends it
+    tokens: list[Token] = ()  # if asked for; a text's last token may be an end token
     prompt: list[Token] = ()  # if asked for, in the first part
     finish: str | None = None  # in the last part: stop, length or, after calls, tool_calls
     usage: Usage | None = None  # in the last part

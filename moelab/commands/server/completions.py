@@ -6,7 +6,7 @@ from itertools import accumulate
 from .ask import Body, Part
 from .requests import Asked, ChatRequest, CompletionRequest, Dialect
 
-NAMES = [("cmpl", "text_completion", "text_completion")]  # of ids, of whole answers, of parts
+NAMES = [("cmpl", "text_completion", "text_completion")]  # id prefix, objects of answers and parts
 NAMES += [("chatcmpl", "chat.completion", "chat.completion.chunk")]
 
 
@@ -28,7 +28,7 @@ class _Choices:
         return self._head | {"choices": choices, "usage": self._usage(parts)}
 
     def begin(self) -> Iterable[Body]:
-        """Begin each text empty: OpenAI's client counts a first event's log probabilities twice."""
+        """Begin a text with an empty part: OpenAI's client counts first log probabilities twice."""
         return (event for i in range(len(self._asks)) for event in self.part(i, Part()))
 
     def idle(self) -> None: ...
@@ -75,7 +75,7 @@ class _Choices:
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
         scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
         scores["token_logprobs"] = [row["logprob"] for row in rows]
-        # Of tokens with equal text the likeliest stays. A prompt's first token has no probability.
+        # The likeliest of tokens with equal text stays. A prompt's first token has no probability.
         tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]

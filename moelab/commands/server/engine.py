@@ -1,11 +1,11 @@
 """The thread that computes: it reads prompts in parts and writes texts, in batches or one by one.
 
 A *text* is a prompt and its answer; it is *written* token by token. A short prompt is read with
-others in one pass of mlx-lm's ``BatchGenerator``. A long one is read in parts. After each part
-texts are written for as long as the part took, so that no text waits for another's whole prompt. A
+others in one pass of mlx-lm's ``BatchGenerator``. A long prompt is read in parts. Other texts are
+written after each part for as long as the part took, so no text waits for another's whole prompt. A
 single text is not in a batch: the kernels for one text cannot compute a batch. Texts with a draft,
-``--kv-bits`` or caches that cannot be merged are written one after another. Of several ranks, rank
-0 decides each turn and tells the others.
+``--kv-bits`` or caches that cannot be merged are written one after another. Rank 0 decides each
+turn and tells the other ranks.
 """
 
 import itertools
@@ -37,11 +37,11 @@ from .prompts import Prompts
 from .text import Stops
 
 IDLE_S = 0.1  # seconds between two messages of rank 0 when there is nothing to do
-PART = 512  # tokens of a prompt read at once while there are other texts, and for 10 s after them
+PART = 512  # tokens in a part of a prompt, while other texts exist and for 10 s after them
 
 
 class _Text:
-    """A text. Outside the batch ``cache`` holds the first ``read`` of the text's ``tokens``."""
+    """A text. ``cache`` holds the text's first ``read`` tokens, unless the text is in the batch."""
 
     def __init__(self, number, ask, tell, tokenizer):
         self.number, self.ask, self.tell = number, ask, tell
@@ -112,7 +112,7 @@ class Engine:
         self.served, self.prompts, self._ranks = served, prompts, served.ranks
         self._quantized = quantized_given(served.args)
         self._inbox, self._numbers = queue.SimpleQueue(), itertools.count(1)
-        self._tells, self._error = {}, None  # by text number; the error that ended the thread
+        self._tells, self._error = {}, None  # ``tell`` by text number; what ended the thread
         self._texts, self._batch = {}, None  # texts by number, in the order of their last moves
         # When the next part of a long prompt is due, and when there last were several texts.
         self._due_s = self._busy_s = 0.0
@@ -120,7 +120,7 @@ class Engine:
         self._thread.start()
 
     def begin(self, ask: Ask, tell: Callable[[Part | Exception], None]) -> Callable[[], None]:
-        """Begin a text; return a function to end it. ``tell`` gets ``Part``s or, last, an error."""
+        """Begin a text; return a function to end it. ``tell`` gets each part, or a final error."""
         ask.seed = secrets.randbits(64) if ask.seed is None else ask.seed
         number = next(self._numbers)
         self._tells[number] = tell
@@ -130,7 +130,7 @@ class Engine:
         return partial(self._inbox.put, (number, None))
 
     def check(self) -> None:
-        """If an error ended the thread, raise it: no rank goes on without the others."""
+        """Raise the error that ended the thread, if any: no rank goes on without the others."""
         if self._error and not isinstance(self._error, Refused):
             raise self._error
 
@@ -142,8 +142,8 @@ class Engine:
     def join(self) -> None:
         """Wait for the end of the thread. On other ranks the thread ends when rank 0 says so."""
         self._thread.join()
-        # After its Python code the thread still frees functions that MLX compiled in it. If the
-        # interpreter ended meanwhile, the process would abort.
+        # The thread still frees MLX's compiled functions after its Python code. The process would
+        # abort if the interpreter ended meanwhile.
         end = time.monotonic() + 2
         while HERE.is_alive(self._thread.native_id) and time.monotonic() < end:
             time.sleep(0.01)
@@ -171,7 +171,7 @@ class Engine:
         close(self.served.model)
 
     def _turn(self):
-        """Take new requests, then read a part or write a token. Returns False if stopped."""
+        """Take new requests, then read a part or write a token. Returns False after ``stop``."""
         turn, begin = self._next(), time.monotonic()
         for number, ask in turn["new"]:
             tell = self._tells.get(number, lambda _: None)  # other ranks tell nobody
@@ -230,7 +230,7 @@ class Engine:
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
-        """Work for a text or the batch. An error ends its texts; with ranks, it ends all texts."""
+        """Do ``work`` for a text or the batch. An error ends these texts; with ranks, all texts."""
         try:
             work(*texts)
         except Exception as e:
@@ -333,7 +333,7 @@ class Engine:
         self._move(text, "reading")
 
     def _write_batch(self):
-        """Compute a token of each text in the batch, and a part of the prompts that it reads."""
+        """Compute a token of each text in the batch, and read a part of the batch's prompts."""
         texts = {text.uid: text for text in self._at("batch")}
         read, written = self._batch.next()
         for r in read:
@@ -364,7 +364,7 @@ class Engine:
             self._end(text)
 
     def _logits(self, text, end):
-        """Read a text's tokens before ``end`` into its cache. Returns the logits after each."""
+        """Read a text's tokens before ``end`` into its cache; return each token's logits."""
         part = mx.array(text.tokens[text.read : end], mx.uint32)
         logits = self.served.model(part[None], cache=text.cache)[0]
         maybe_quantize_kv_cache(text.cache, **self._quantized)

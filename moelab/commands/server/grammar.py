@@ -1,6 +1,6 @@
 """Keeps a text to the form that a request asks for: JSON of a schema, or calls.
 
-This takes llguidance (the extra ``moelab[schema]``), which only such a request imports.
+llguidance (the extra ``moelab[schema]``) is needed, and is imported only for such a request.
 """
 
 import json
@@ -82,7 +82,7 @@ def grammar(
 ) -> str | None:
     """Write the grammar of an answer or of calls in llguidance's Lark; None allows any text.
 
-    In a ``state`` (``Splitter``) other than "content" a thought may come first.
+    A thought may come first, unless ``state`` (of ``Splitter``) is "content".
     """
     forced = choice not in ("auto", "none")
     if schema is None and not forced:

@@ -33,11 +33,11 @@ from .requests import Asked, parsed
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
 SILENT_S = 30  # a client that does not end its request, or takes nothing, is dropped after this
 KEEPALIVE_S = 4  # after this time without events, a stream gets one that keeps it alive
-GRACE_S = 2  # at Ctrl-C, the time that clients have to take what was written
-MOST_NBYTES = 2**22  # of a request: 16 bytes for each of 256k tokens
-SMALL_NBYTES = 2**14  # of a small request; 16 small ones are taken however short memory is
+GRACE_S = 2  # how long clients can still receive what was written, after Ctrl-C
+MOST_NBYTES = 2**22  # the longest request: 16 bytes for each of 256k tokens
+SMALL_NBYTES = 2**14  # the longest small request; 16 small ones are taken even if memory is short
 CHECK_S = 60  # a request whose check takes longer is refused: its template may be endless
-_held = {}  # bytes of each unanswered request that is large or completely read
+_held = {}  # bytes of each unanswered request; 0 while the request is small and incomplete
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
 UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
 
@@ -86,7 +86,7 @@ class _Endpoint:
                 loop.call_soon_threadsafe(told.put_nowait, (event, index))
 
         async def write(*events, status=200, more=False):
-            """Send a whole answer or, from the first call with ``more`` on, events of a stream."""
+            """Send a whole answer; the first call with ``more`` begins a stream of events."""
             nonlocal begun
             if not (begun or more):
                 return await JSONResponse(*events, status)(scope, receive, send)
@@ -195,12 +195,12 @@ def _encode(event):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen, so that clients wait until there is a ``Server``; ValueError says why that fails."""
+    """Listen, so that clients wait for the ``Server``; ValueError says why listening failed."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address, family=family, backlog=1024)
-        # uvicorn reads all that waits in a socket's buffer. With the system's buffers that was 180
-        # kB for each of 1,500 clients.
+        # uvicorn reads all that waits in a socket's buffer: 180 kB for each of 1,500 clients with
+        # the system's buffers.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
         return made
     except OSError as error:
@@ -229,7 +229,7 @@ class Server(uvicorn.Server):
             self.engine.stop()
 
     def handle_exit(self, *_):
-        """Ask the server to end; an exception would abort MLX. A fourth signal ends it at once."""
+        """Let the server end: raising would abort MLX. The fourth signal ends the process."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
             interrupts.end()

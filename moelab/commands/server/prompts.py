@@ -1,4 +1,4 @@
-"""Caches of earlier prompts and answers, for prompts that begin alike."""
+"""Caches of earlier prompts and answers, for later prompts with the same beginning."""
 
 import copy
 import itertools
@@ -24,15 +24,15 @@ class _Kept(list):
 class Prompts:
     """Caches of ``size`` earlier prompts and answers, of at most ``nbytes`` together.
 
-    While less than ``free_nbytes`` of memory are free, prompts are forgotten. With ranks
-    the number is 0, since all ranks must keep the same prompts. ``files`` (``PromptFiles``) has an
+    Prompts are forgotten while less than ``free_nbytes`` of memory are free. ``free_nbytes`` is 0
+    with ranks, since all ranks must keep the same prompts. ``files`` (``PromptFiles``) has an
     earlier server's prompts, and ``close`` saves this server's. One thread calls the methods.
     """
 
     def __init__(self, size=10, nbytes=sys.maxsize, free_nbytes=0, files=None):
         self._lru, self._free_nbytes, self._files = LRUPromptCache(size, nbytes), free_nbytes, files
         self._kept, self._numbers = weakref.WeakValueDictionary(), itertools.count()  # oldest first
-        self._latest = deque(maxlen=16)  # tokens of prompts, to see where the next prompts part
+        self._latest = deque(maxlen=16)  # tokens of prompts, to find where the next prompts differ
         free = memory_now()[1] - free_nbytes if free_nbytes else sys.maxsize
         for prompt in files.read(size, min(free, nbytes)) if files is not None else ():
             self.keep(*prompt)
@@ -43,7 +43,7 @@ class Prompts:
             self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
 
     def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        """Copy the caches that hold most of ``tokens[:-1]``; return them or None, and how many."""
+        """Copy the caches with the longest beginning of ``tokens[:-1]``; also return its length."""
         cache, rest = self._lru.fetch_nearest_cache(MODEL, tokens[:-1])
         cached = len(tokens[:-1]) - len(rest)
         return (list(cache), cached) if cached else (None, 0)
@@ -51,11 +51,11 @@ class Prompts:
     def keep(self, tokens: list[int], cache: list, kind: str = "assistant") -> None:
         """Keep a copy of the caches after ``tokens`` if there is memory; ``kind`` is mlx-lm's.
 
-        If room is needed, the oldest prompt of one kind is forgotten. The kind is assistant, or
-        user if more user prompts are kept, or system if even more system prompts are kept.
+        The oldest prompt of one kind is forgotten if room is needed. The kind is assistant, unless
+        more user prompts are kept; it is then user, or system if even more system prompts are kept.
         """
-        cache = copy.deepcopy(cache)  # the copy shares the arrays, and the caller may write on
-        # The caches of a text in a batch are views of the batch's arrays and would keep them all.
+        cache = copy.deepcopy(cache)  # the copy shares arrays; the caller may go on writing
+        # The caches of a text in a batch are views, which would keep all of the batch's arrays.
         for c in cache:
             c.state = tree_map(lambda a: mx.contiguous(a) if type(a) is mx.array else a, c.state)
         if self.make_way(sum(c.nbytes for c in cache)):  # make room before they are copied
@@ -72,7 +72,7 @@ class Prompts:
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= cached + 16 else 0  # else reading them again takes less
+        return shared if shared >= cached + 16 else 0  # it is cheaper to read fewer tokens again
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until ``nbytes`` of the limit are left for texts being written."""
@@ -90,6 +90,6 @@ class Prompts:
 
 
 def same(a: np.ndarray, b: np.ndarray) -> int:
-    """Count the numbers that two arrays begin with in common."""
+    """Return how long the common beginning of two arrays is."""
     n = min(len(a), len(b))
     return int(np.argmin(np.append(a[:n] == b[:n], False)))

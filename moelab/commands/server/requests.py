@@ -90,7 +90,7 @@ def shown(message: object) -> object:
 def functions(tool: object, prefix: str = "") -> list[Body]:
     """List the functions of a tool in OpenAI's or Anthropic's form; a namespace has several.
 
-    A tool that the client or the service runs in its own way has none.
+    A tool that the client or the service runs in its own way has no functions.
     """
     match tool:
         case {"type": "function", "function": {"name": str()}}:
@@ -120,7 +120,7 @@ def _listed(value):
 
 
 OBJECT, IMAGE = TypeAdapter(Body), {"type": "text", "text": "(an image was left out)"}
-# In JSON, a lone half of a surrogate pair. The group has what stays: other escapes or pairs.
+# A lone half of a surrogate pair in JSON. The group matches what stays: other escapes and pairs.
 HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
@@ -270,8 +270,8 @@ class Dialect:
     path: str
     kind: type[ChatRequest] | type[CompletionRequest]
     answer: Callable[["Asked"], Answer]
-    error: Callable[[str, str | None, int, str | None], Body]  # of words, field, status and code
-    names: dict[str, str] = field(default_factory=dict)  # ``kind``'s field by this dialect's name
+    error: Callable[[str, str | None, int, str | None], Body]  # takes words, field, status and code
+    names: dict[str, str] = field(default_factory=dict)  # a field's name here: its name in ``kind``
     prompt: str = "messages"
     too_long: str = (  # the words that clients look for
         "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "
@@ -280,12 +280,12 @@ class Dialect:
     writes: bool = True  # False: only the prompt's tokens are counted
 
     def check(self, body: Body) -> ChatRequest | CompletionRequest:
-        """Check the fields of a request. ``Refused`` names one that is wrong."""
+        """Check the fields of a request. ``Refused`` names a wrong field."""
         match body:
             case {"tool_choice": {"disable_parallel_tool_use": True}}:  # Anthropic's
                 body = body | {"parallel_tool_calls": False}
-        # If the dialect has a name of its own for a field, only that name is taken: the two names
-        # are swapped, so ``kind``'s name is refused.
+        # A field with a name of the dialect's own is taken only under that name: the two names are
+        # swapped, so ``kind``'s name is refused.
         names = self.names | {name: own for own, name in self.names.items()}
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:

@@ -1,4 +1,4 @@
-"""Turns messages into the tokens that a model reads, by the model's chat template."""
+"""Turns messages into the tokens that a model reads, with the model's chat template."""
 
 from contextlib import suppress
 from functools import partial
@@ -57,7 +57,7 @@ def chat_tokens(
     state = not first and tokenizer.response_initial_state
     state = state or ("reasoning" if thinks else "normal")
     # Caches after a user's message serve longest: later prompts may lack the answer's thinking.
-    last = min(end or len(tokens), len(tokens) - 1)  # some templates begin each turn by themselves
+    last = min(end or len(tokens), len(tokens) - 1)  # some templates always begin the next turn
     cuts = {last: "user" if messages[-1]["role"] == "user" else "assistant"}
     leading = [*takewhile(lambda m: m["role"] in ("system", "developer"), messages)]
     if has_states and (leading or tools):

@@ -1,4 +1,4 @@
-"""Makes of decoded text what clients get: stop strings end it, thoughts and calls are split off."""
+"""Turns decoded text into answers: stop strings end the text, thoughts and calls are split off."""
 
 import json
 from contextlib import suppress
@@ -33,8 +33,8 @@ class Splitter:
     """Splits a text, in whatever pieces it comes, into reasoning, calls of ``tools`` and the rest.
 
     ``state`` is the state at the prompt's end; in the state "content" nothing is split. Text that
-    turns out to be no call, and a call that ``max_tokens`` cut, are read again as text of the state
-    before. If ``one``, an answer has only the first call.
+    turns out to be no call, and a call that ``max_tokens`` cut, are read again as text in the state
+    before the call. An answer has only the first call if ``one`` is set.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list | None, state: str, one=False):

@@ -53,7 +53,7 @@ def measure(
 
     If any variant has a memory limit, each run has a process of its own. Before a limited run the
     file's pages are dropped, and a killed variant is not run again. Without limits a round of
-    warm-up comes first, except with ``MOELAB_FAST=1``. Round i takes prompt i, modulo their number;
+    warm-up comes first, except with ``MOELAB_FAST=1``. The rounds take the prompts in turn;
     with ``feed`` (a trace's file) the trace's prompt and tokens are read instead. If all models
     together take less than half of the memory, each is loaded once and kept. ``on_round`` gets the
     table after each round. A row is a run.
@@ -133,7 +133,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # pages that others read count as theirs
+        oscache.drop_pages(folder(variant.path or path))  # a page counts for its first reader
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -173,7 +173,7 @@ SHOWN = {  # columns of the report's table
 
 
 def report(samples: "DataFrame") -> str:
-    """Write the medians of a bench, each mode's speed over the resident model's, and its plan."""
+    """Write a bench's medians, and each mode's plan and speed relative to the resident model."""
     s, alive = samples.attrs["settings"], samples[~samples.killed]
     shown = {n: alive.eval(c) for n, c in SHOWN.items() if c.partition(" ")[0] in samples}
     by_variant = alive[["variant"]].assign(**shown).groupby("variant", sort=False)

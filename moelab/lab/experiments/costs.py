@@ -42,7 +42,7 @@ HELD, HELD_NBYTES = "all in slots", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = None) -> Costs:
-    """Measure a replay's costs without pandas; ``tell`` (None: stderr) what disturbed it."""
+    """Measure a replay's costs without pandas; report a disturbance by ``tell`` (None: stderr)."""
     record = samples_of(path, tokens=tokens)
     if told := records.busy(record["load"]):
         said = f"{told}, so this machine looks slower than it is. Close other programs, try again."
@@ -53,8 +53,8 @@ def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = No
 def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> dict:
     """Time reads, tokens and one expert's arithmetic, and return the record.
 
-    A token with as many misses as possible, compared with its reads alone and its arithmetic alone,
-    shows how much of the reads the arithmetic hides. A terminal shows a progress bar.
+    Three times tell how much of the reads the arithmetic hides: of a token with as many misses as
+    possible, of its reads alone, and of its arithmetic alone. A terminal shows a progress bar.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -121,7 +121,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
     hit_s, experts_s = medians["token", "slots", 0], K * expert_s
 
     def line(variant):
-        """Fit seconds per byte and per call, not negative, by least squares of relative errors."""
+        """Fit non-negative seconds per byte and per call by least squares of relative errors."""
         misses, reads = by_misses("reads", variant)
         sizes = misses * nbytes
         if len(sizes) > 1:
@@ -131,9 +131,9 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         return float((sizes * reads).sum() / (sizes * sizes).sum()), 0.0
 
     def beside(variant):
-        """Return the seconds of a byte and of a call, and how much of the shorter of reads and
-        arithmetic is hidden (0 to 1). If a token takes longer than reads and arithmetic in turn,
-        the seconds of a byte include the difference."""
+        """Return the seconds of a byte and of a call, and the overlap of reads and arithmetic: the
+        hidden share (0 to 1) of the shorter of the two. The seconds of a byte include the excess
+        if a token takes longer than its reads and its arithmetic in turn."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L
@@ -155,7 +155,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
 
 
 def rows_with_misses(misses, num, L, E, K, rng):
-    """Make tokens ``[T, L, K]``, T up to ``num``, that each miss ``misses`` experts in K slots."""
+    """Route up to ``num`` tokens ``[T, L, K]``, each with ``misses`` misses in K slots."""
     num = min(num, max(2, (E - K) // misses + 1))
     order = rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1)
     # A window of K experts moves by ``misses``: the slots hold exactly the last token's experts.
@@ -225,7 +225,7 @@ def _time_without_reads(path, config, tokens, E):
 
 
 def _expert_s(model, experts, tokens):
-    """Time one more expert in a layer, from calls with K and with K / 2 experts in slots."""
+    """Time one more expert in a layer: compare calls with K and with K / 2 experts in slots."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
     module = layer.slots.bank.experts
@@ -248,7 +248,7 @@ def _expert_s(model, experts, tokens):
 
 def main(out: str, model: str) -> None:
     """Measure a model's costs and save their record."""
-    records.pandas()  # if it is missing, fail before any work
+    records.pandas()  # fail before any work if pandas is missing
     samples = records.table(samples_of(folder(model), tokens=SAMPLES))
     costs = costs_of(samples)
     text = "\n".join(f"{name} {value:.4g}" for name, value in vars(costs).items())

@@ -18,7 +18,7 @@ from ...streaming.trace import Trace
 from .. import models
 from .costs import costs_of
 
-LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # the records' model and text
+LIKE, LAYERS, TEXT = "qwen3.5-35b-a3b", 4, "code"  # model, layers and text of the records
 # How experts outside slots are read.
 THROUGH, PAST = "through the page cache", "past the page cache"
 NO_SLOTS = "no slots"
@@ -26,7 +26,7 @@ NO_SLOTS = "no slots"
 
 @cache
 def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
-    """Route the records' text by the records' model: ``[T, L, 8]``, as if all were decoded."""
+    """Return the experts ``[T, L, 8]`` that ``LIKE`` needs if it decodes all of ``TEXT``."""
     config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), recorded_trace(TEXT)
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
     vocab = vocab or tiny["text_config"]["vocab_size"]
@@ -36,7 +36,7 @@ def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
 
 
 def told(samples: DataFrame) -> DataFrame:
-    """Add this notebook's columns to a bench's samples, without the resident model's rows.
+    """Add this notebook's columns to a bench's samples, and drop the rows of the resident model.
 
     The columns are ``reads`` (how experts outside slots are read), ``slots``, ``cache`` (in words),
     ``ms`` of a token, ``wait_ms`` for reads, and the percentages of experts found in slots, in the
@@ -46,7 +46,7 @@ def told(samples: DataFrame) -> DataFrame:
     without = out["mode"] == "buffers"
     out["reads"] = np.select([without, out.direct.eq(True)], [NO_SLOTS, PAST], THROUGH)
     slots = out.slots.mask(without, 0).astype(float)
-    out["slots"] = slots.groupby(out.variant).transform("median")  # a plan's slots vary
+    out["slots"] = slots.groupby(out.variant).transform("median")  # slots vary between runs
     out["cache"] = out.slots.map("{:.0f} slots".format).mask(without, NO_SLOTS)
     out["ms"], out["wait_ms"] = out.token_s * 1e3, 1e3 * out.wait_s / out.decode_tokens
     needed = out.hits + out.misses
@@ -64,9 +64,9 @@ def machine_and_model(samples: DataFrame) -> tuple[Plan, Costs]:
 
 
 def replayed(samples: DataFrame, plan: Plan, costs: Costs, trace: Trace | None = None) -> DataFrame:
-    """Replay each measured setting that has slots and a memory limit, one a row.
+    """Replay each measured setting that has slots and a memory limit; a row is a setting.
 
-    A row has measured columns, and columns ``replayed_``.
+    Columns named ``replayed_...`` come from the replay; ``off`` is the replay's relative error.
     """
     trace, rows = trace or routing(), []
     kept = samples[~samples.killed & samples["reads"].isin((THROUGH, PAST))]

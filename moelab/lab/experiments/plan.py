@@ -1,8 +1,8 @@
 """``python -m moelab plan``: how fast would a model decode on this machine, or on another one?
 
 A model on disk is measured on this machine, and ``advise`` compares settings. A model that is not
-on disk is known by its published configuration, and another machine by a few numbers, from which
-``replay.machine`` computes a token's costs. Both replay a trace with ``moelab.plan``'s slots.
+on disk has a published configuration. Another machine is described by a few numbers, from which
+``replay.machine`` computes a token's costs. Both ways replay a trace with ``moelab.plan``'s slots.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# A speed is probably within this factor of its plan. ``FORMULA_NEAR`` says how many sources were
-# that near to a plan whose formula was not fitted to them. ``OWN_NEAR`` says the same of our own
-# settings, planned with measured costs (data/recipes/published.py).
+# A speed is probably within this factor of its plan. ``FORMULA_NEAR`` tells how many published
+# sources were that near to a formula which was not fitted to them. ``OWN_NEAR`` tells how many of
+# our own settings were that near to a plan with measured costs (data/recipes/published.py).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
     "six of seven published sources left out of the fit were so near, the worst 3.3 times off"
@@ -42,12 +42,12 @@ FORMULA_NEAR = (
 OWN_SPREAD = 1.2
 OWN_NEAR = "four of five of our own settings were that near"
 TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
-# A draft's wrong token adds to a pass only this share of a token's reads, since the right token
-# often needs the same experts (data/results/cpu_drafts_dflash.json).
+# A rejected token adds only this share of a token's reads to a pass, since the right token often
+# needs the same experts (data/results/cpu_drafts_dflash.json).
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # length and acceptance of a draft that would help
 WORTH_A_LINE = 1.2  # a change with a smaller speedup is not named
-STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the measured layers: whose, how many, experts in each
+STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the measured model: its shapes, layers, experts in each
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Forecast:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """The seconds of a token, by what takes them."""
+        """The parts of a token's time, in seconds."""
         machine, chosen = self.machine, self.advice.chosen
         each_s = machine.held_layer_s if self.slots == self.plan.num_experts else machine.layer_s
         layers_s = self.plan.facts.num_blocks * (machine.layer_s if math.isnan(each_s) else each_s)
@@ -77,7 +77,7 @@ class Forecast:
         }
 
     def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
-        """Return ``parts_s`` with a draft that takes no time; a pass verifies all its tokens."""
+        """Return ``parts_s`` with a draft that takes no time; a pass verifies all its drafts."""
         if not drafts:
             return self.parts_s
         parts, facts, machine = self.parts_s, self.plan.facts, self.machine
@@ -155,7 +155,7 @@ def forecast(
     top_k: int | None = None,
     slots: int | None = None,
 ) -> Forecast:
-    """Forecast a published model on a machine (None: the model's top-k, the plan's slots)."""
+    """Forecast a published model on a machine, by default with its top-k and the plan's slots."""
     plan = _fitting(name, machine, bits, top_k)
     facts, slots = plan.facts, slots or plan.slots
     held = plan.other_nbytes + slots * facts.slot_nbytes  # may be more than fits
@@ -178,7 +178,7 @@ def _fitting(name, machine, bits, top_k=None):
 
 
 def changes(name: str, of: Forecast, bits: int) -> Iterator[tuple[str, float]]:
-    """Yield changes of the machine or the model, and the seconds of a token with each."""
+    """Yield changes of the machine or the model, and a token's seconds with each change."""
     m, top_k = of.machine, of.plan.top_k
 
     def token_s(machine=m, **given):
@@ -229,7 +229,7 @@ def _memory(ram=None):
 
 
 def _unmeasured(ram=None):
-    """Describe this machine's memory, taken to be ``ram`` bytes (None: its own), without rates."""
+    """Describe this machine without its rates, with ``ram`` bytes of memory (None: its own)."""
     total, taken = _memory(ram)
     return replace(Machine.cpu(total, 1, 1), taken_nbytes=taken, is_mac=mx.metal.is_available())
 
@@ -246,7 +246,7 @@ def describe(
     """Say what to expect of a published model here or elsewhere (``ram`` GB, ``ssd`` GB/s).
 
     ``chip`` is a Mac's chip, one of ``CHIPS`` or its memory's GB/s. With ``cores`` a CPU of so many
-    cores computes, and ``chip`` is its memory's GB/s. What is None is measured on this machine.
+    cores computes, and ``chip`` is its memory's GB/s. Values of None are measured on this machine.
     """
     name = one_of(CONFIGS, name, "a model folder, a downloaded Hub repository, or ")
     chip = one_of(CHIPS, chip) if isinstance(chip, str) else chip

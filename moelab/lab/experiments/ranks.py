@@ -3,8 +3,8 @@
     python -m moelab.lab ranks OUT.json MODEL [RUNS [TRACE]]     (on Linux, memory limited)
 
 On CPUs and on Macs the ranks talk over MLX's ring and share this machine's processors, memory bus
-and SSD. Each rank has a memory limit of its own (Linux), page cache included, and in some runs a
-slow SSD of its own, which is simulated: each layer waits as long as its reads take at a fixed rate.
+and SSD. Each rank has its own memory limit (on Linux), which includes the page cache. In some runs
+each rank has a simulated slow SSD: a layer waits as long as its reads take at a fixed rate.
 Where MLX has CUDA, the ranks talk over NCCL, and each has a GPU and no limit.
 """
 
@@ -143,8 +143,8 @@ def divided(
 
     ``rates`` are bytes a second of each rank's simulated SSD (None: this machine's SSD). With
     ``limit_nbytes`` ranks read past the page cache, and the file's pages are dropped before a run.
-    ``text`` is a trace's file or ``RANDOM``, fed in place of decoded tokens. If texts of
-    ranks differ, ValueError is raised.
+    ``text`` is a trace's file or ``RANDOM``, fed in place of decoded tokens. Raise ValueError if
+    the texts of the ranks differ.
     """
     path = folder(path)
     amount = tokens, warmup, prompt_tokens, str(text) if text else None

@@ -10,7 +10,7 @@ from ...speculation.rollback import Rollback
 class RestoreOnly:
     """A faulty rollback (SwiftLM's ``MambaCache.trim``): it also takes accepted tokens back.
 
-    The recurrent state is again that before the pass. Attention caches are trimmed correctly.
+    ``undo`` restores the recurrent state of before the pass. It trims attention caches correctly.
     """
 
     def __init__(self, model: nn.Module, cache: list):

@@ -47,7 +47,7 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# These calls are noted only inside the given calls: a kernel inside a read counts as reading.
+# The outer calls (None: none) in which a call is noted: a kernel inside a read counts as reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted
     ARITHMETIC: [(Kernel, "__call__")],
@@ -68,7 +68,7 @@ class Clock:
         self.spans, self._local, self._host = [], threading.local(), threading.get_ident()
 
     def during(self, what: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Do ``call``; note that this thread did ``what`` meanwhile, and when."""
+        """Do ``call``, and note when this thread did ``what``."""
         stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
         outer = stack[-1][0] if stack else None
         if outer not in OUTER.get(what, (outer,)):
@@ -106,7 +106,7 @@ class Clock:
 
 
 def _calling(through, call):
-    """Return a function that calls ``through(call, ...)`` and can replace the method ``call``."""
+    """Return a replacement for the method ``call``, which calls ``through(call, ...)``."""
     return lambda *args, **kwargs: through(call, *args, **kwargs)
 
 

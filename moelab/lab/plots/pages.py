@@ -78,7 +78,7 @@ def for_page(source: str) -> str:
 
 
 def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
-    """Execute a notebook up to a cell that fails; return it, and that cell's error or None."""
+    """Execute a notebook up to a cell that fails; return the notebook, and the error or None."""
     notebook, failed = nbformat.read(source, as_version=4), None
     client = NotebookClient(
         notebook,
@@ -112,7 +112,7 @@ def _is_progress(output):
 
 
 def still(notebook, picture: Callable, name: str) -> None:
-    """Replace a notebook's live outputs by ``picture(JSON of plotly)`` and text in HTML."""
+    """Replace a notebook's charts and sliders by ``picture(JSON of plotly)`` and text in HTML."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [new for old in cell.outputs for new in _still(old, picture, name)]
@@ -136,7 +136,7 @@ def _html(text):
 
 
 def _drawn(figure):
-    """Write a figure that the page's script draws."""
+    """Write a figure as HTML with its JSON; the page's script draws the figure."""
     layout = {**figure["layout"], "dragmode": False}  # a finger scrolls the page
     written = json.dumps({"data": figure["data"], "layout": layout}).replace("</", r"<\/")
     return _html(
@@ -146,7 +146,7 @@ def _drawn(figure):
 
 
 def html_of(notebook: nbformat.NotebookNode, title: str, filters: dict, **resources: Any) -> str:
-    """Write a notebook as HTML by ``page.html.j2``, with more filters and template values."""
+    """Write a notebook as HTML; ``page.html.j2`` gets the ``filters`` and the ``resources``."""
     exporter = HTMLExporter(
         filters=filters,
         template_file=str(Path(__file__).with_name("page.html.j2")),
@@ -204,7 +204,7 @@ def main(notebooks: str, out: str, *names: str) -> int:
 
 
 def described(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read each page's ``NAME.json`` in a folder, by the page's file name."""
+    """Read the ``NAME.json`` of each page in a folder; keys are the pages' file names."""
     found = {path.with_suffix(".html"): path for path in sorted(folder.glob("[0-9]*.json"))}
     return {page.name: read_json(j, LIKE) for page, j in found.items() if page.exists()}
 

@@ -27,7 +27,7 @@ LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 260  # room for a legend on a page and on a phone
 NARROW_CHARACTERS, LEGEND_CHARACTERS = 28, 38
 
-# A browser draws a figure as wide as its place with this script, in a notebook and on a page.
+# This script draws a figure in a browser, as wide as its place, in a notebook and on a page.
 DRAW = """
 function draw(el, figure) {
   const plot = el.appendChild(document.createElement('div'));
@@ -84,7 +84,7 @@ pio.templates.default = "moelab"
 
 
 def look(i: int) -> dict:
-    """Return line and marker of the ``i``-th series, which also differ without colour."""
+    """Return line and marker of the ``i``-th series; series differ even without colour."""
     i %= len(COLORS)
     return {
         "line": {"color": COLORS[i], "dash": DASHES[i], "width": 2.5},
@@ -177,7 +177,7 @@ def describe(fig: go.Figure, alt: str, finding: str) -> go.Figure:
         trace.name = trace.name and "<br>".join(wrap(trace.name, LEGEND_CHARACTERS))
     meta, above = fig.layout.meta, fig.layout.height - fig.layout.margin.b
     narrow = {"margin.l": min(fig.layout.margin.l or 50, 50), **meta.get("narrow", {})}
-    # On a phone a legend may be as wide as the figure, labels included.
+    # On a phone, a legend may be as wide as the plot and its axis labels together.
     narrow |= {"legend.xref": "container", "legend.maxheight": 0.9}
     bottom, low = (FOOTER + LEGEND_LINE * _legend_lines(fig, width) for width in (WIDE, NARROW))
     most = 1

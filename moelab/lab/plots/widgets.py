@@ -1,4 +1,4 @@
-"""Controls for a pure function from numbers to a figure; its exceptions are shown."""
+"""Controls for a pure function from numbers to a figure; the function's exceptions are shown."""
 
 import html
 import time
@@ -28,7 +28,7 @@ PLACE = (
 
 
 def slider(label: str, low, high, value, step=1, unit: str = ""):
-    """Make a slider, of whole numbers if all arguments are."""
+    """Make a slider; its values are whole numbers if all arguments are whole numbers."""
     whole = all(isinstance(v, int) for v in (low, high, value, step))
     return (ipywidgets.IntSlider if whole else ipywidgets.FloatSlider)(
         value=value,
@@ -60,13 +60,13 @@ export default {{render({{model, el}}) {{
 
 
 class Explorer:
-    """A ``view`` of controls and a ``figure``, and the last call's ``error`` or None."""
+    """Controls over a plot, as one ``view``; the last ``figure``; the last ``error`` or None."""
 
     def __init__(self, fn: Callable, controls: dict, extremes: Iterable[dict], run_button, follow):
         self.fn, self.controls, self.error, self._follow = fn, controls, None, follow
         self._axes, self._longest = {}, {"title": "", "note": ""}
         self._heading, self._words, self._plot = ipywidgets.HTML(), ipywidgets.HTML(), Plot()
-        # This line keeps its height, so that what stands below it does not move.
+        # The state line keeps its height, so that nothing below the line moves.
         self._state = ipywidgets.HTML(layout={"min_height": "28px", "margin": "0"})
         self._state.add_class(STATE_CLASS)
         self._button = ipywidgets.Button(description="Run", button_style="primary", icon="play")
@@ -109,7 +109,7 @@ class Explorer:
             self._button.disabled = False
 
     def _draw(self, fig: go.Figure):
-        """Show a figure; the room for titles never shrinks, nor do axes unless they ``follow``."""
+        """Show a figure. Room for titles never shrinks; without ``follow``, axes do not shrink."""
         self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
             if axis.range and not self._follow:
@@ -137,11 +137,11 @@ def explore(
 ) -> Explorer:
     """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first figure.
 
-    ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. It uses
-    no widget, so that a test can call it. ``extremes`` are dicts of values that replace the first
-    ones: ``fn`` is called with each, and the axes hold all these figures. With ``run_button``,
-    ``fn`` is called again only when the button is pressed. With ``follow`` each figure has its own
-    axes: its numbers differ too much for common ones.
+    ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. ``fn``
+    uses no widget, so that a test can call ``fn``. Each dict in ``extremes`` replaces some of the
+    controls' first values: ``fn`` is called with each, and the axes hold all these figures. With
+    ``run_button``, ``fn`` is called again only when the button is pressed. With ``follow``, each
+    figure has its own axes, because the figures' numbers differ too much for common axes.
     """
     explorer = Explorer(fn, controls, extremes, run_button, follow)
     # The output has two forms: live where a kernel runs, the first figure on a page without one.

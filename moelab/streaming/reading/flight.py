@@ -47,7 +47,7 @@ class Queue:
         self._events = np.zeros((DEPTH, 4), np.int64)
         self._process, self._lock = os.getpid(), threading.Lock()
         self._flying = []  # keeps for each flight what its reads need until they have ended
-        self.counted_s = 0.0  # up to this time the seconds of reads have been counted
+        self.counted_s = 0.0  # the seconds of reads have been counted up to this time
         _queues.add(self)
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
@@ -106,12 +106,12 @@ def pending(table: np.ndarray) -> bool:
 
 @dataclass(eq=False)
 class Flight:
-    """Ranges in flight, which can be waited for as ``Threads`` can."""
+    """Ranges in flight. A caller waits for them as for ``Threads``."""
 
     queue: Queue
     ranges: Ranges
     table: np.ndarray  # rows of the table that ``Queue.begin`` was given
-    # Gets the reads' number, bytes and seconds once they ended; 0 seconds if nobody waited.
+    # This gets the number, bytes and seconds of reads that ended; 0 seconds if nobody waited.
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)
 

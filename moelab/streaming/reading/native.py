@@ -43,8 +43,8 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
     arguments = address_of(table), len(table), flags, flag, arrived or flag
-    # A copy from the page cache keeps a core busy. For fewer bytes, another thread takes longer to
-    # begin than the copy takes.
+    # A copy from the page cache keeps a core busy, so several threads share it. A thread would take
+    # longer to begin than a copy of fewer bytes takes.
     if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= 2 * 1024 * 1024:
         team.run(loop(), *arguments, pieces=min(code.num_threads(), len(table)))
         return bool((table[:, GOT] == table[:, NBYTES]).all())
@@ -62,7 +62,7 @@ def read_direct(table: np.ndarray) -> None:
 
 @cache
 def alignment(path: str) -> int:
-    """The alignment in bytes of reads past the page cache (unknown: ``ALIGNED``); 0: none here."""
+    """The alignment of reads past the page cache (unknown: ``ALIGNED``); 0: no such reads here."""
     statx, found = getattr(ctypes.CDLL(None), "statx", None), bytearray(STATX_NBYTES)
     if statx is None or statx(
         AT_FDCWD,

@@ -29,7 +29,7 @@ class Ranges:
 
     @classmethod
     def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
-        """Make a table of reads: a file, the first byte to read, and memory to fill in turn."""
+        """Make a table of reads; each has a file, its first byte, and memory to fill in turn."""
         iovecs = [(native.address_of(view), len(view)) for *_, views in reads for view in views]
         iovecs = np.array(iovecs, np.int64)
         table, at = np.zeros((len(reads), len(COLUMNS)), np.int64), native.address_of(iovecs)
@@ -56,7 +56,7 @@ class Ranges:
         return int(self.table[:, NBYTES].sum())
 
     def moved(self, address: int) -> "Ranges":
-        """The same reads, end to end into memory from ``address`` on; long ranges are divided."""
+        """The same reads into contiguous memory from ``address`` on; long ranges are divided."""
         counts = -(-self.table[:, NBYTES] // PIECE_NBYTES)
         rows = np.arange(len(self)).repeat(counts)
         before = (np.arange(len(rows)) - (counts.cumsum() - counts)[rows]) * PIECE_NBYTES

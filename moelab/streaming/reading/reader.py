@@ -27,7 +27,7 @@ AHEAD_NBYTES = 128 * 1024
 
 
 class Threads:
-    """Reads by threads, which can be waited for together."""
+    """Reads by threads. A caller waits for all of the reads together."""
 
     def __init__(self, futures: list[Future]):
         self.futures, self._begin = futures, time.perf_counter()
@@ -56,7 +56,7 @@ class Reader:
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds in reads, summed over the threads. Reads without a thread count if somebody waits.
+        # Seconds in reads, summed over threads. A read without a thread counts if somebody waits.
         self.read_s = 0.0
         self.closed = False
         self._files = {}
@@ -154,7 +154,7 @@ class Reader:
         return [ranges[a:b] for a, b in pairwise(at) if a < b]
 
     def _new_pools(self):
-        """Make pools for reads and for background work, whose threads begin with the first task."""
+        """Make a pool for reads and one for background work. Threads begin with the first task."""
         names = "moelab-read", "moelab-prefetch"
         self._pool, self._background = (ThreadPoolExecutor(self.readers, name) for name in names)
 
@@ -174,7 +174,7 @@ class Reader:
         self._end_demand()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
-        for pool in (self._pool, self._background):  # after an interrupt the next ``stop`` waits
+        for pool in (self._pool, self._background):  # if interrupted, the next ``stop`` waits
             pool.shutdown(wait=True, cancel_futures=True)
         self._new_pools()
 
@@ -208,7 +208,7 @@ class Reader:
         """Wait while a layer waits for reads."""
         if (demand := self._demand) is not None:
             demand.acquire()
-            with suppress(RuntimeError):  # after an exception in ``_end_demand`` it is free already
+            with suppress(RuntimeError):  # after an exception in ``_end_demand`` the lock is free
                 demand.release()
 
     def _begin_demand(self):

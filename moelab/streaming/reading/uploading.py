@@ -32,13 +32,13 @@ class Begun(Threads):
         self.is_in_graph = False  # whether a kernel of MLX's graph makes the copies
 
     def in_graph(self) -> list[cuda.Copy] | None:
-        """The copies, if a kernel of MLX's graph can make them, before ``finish``; else None."""
+        """The copies, if a kernel of MLX's graph makes them instead of ``finish``; else None."""
         self.is_in_graph = len(self.copies) <= cuda.MAX_COPIES and cuda.may_wait()
         return self.copies if self.is_in_graph else None
 
 
 class UploadingReader(Reader):
-    """A ``Reader`` whose ``start`` reads into pinned memory what a GPU may copy from there."""
+    """A ``Reader`` whose ``start`` reads into pinned memory if a GPU may copy the bytes."""
 
     copies_in_graph = True
 

@@ -25,7 +25,7 @@ from ..reading.ranges import Ranges
 # A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
-# Seconds for each byte. A layer asks for huge pages while the slots so far came this fast on
+# Seconds for each byte. A layer asks for huge pages if all slots so far took less than this on
 # average. With huge pages 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128
 # tokens gains some 0.5 to 1 s for each GB of slots. A GB of huge pages took 0.2 to 0.5 s, but 1 to
 # 4 s where Linux had to move other pages; a GB of small pages took 0.4 to 1.8 s (two cores).
@@ -35,8 +35,8 @@ HUGE_S = 1.5e-9
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    A slot is a ``Record``, or else each projection's parameter has its own array. ``resident``
-    parameters stay in memory for all E experts; a slot copies its expert's row.
+    A ``Record`` lays out a slot. Without one each parameter of a projection has its own array.
+    ``resident`` parameters stay in memory for all E experts; a slot has a copy of its expert's row.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SlotBank:
             if (to := parameters[n].dtype) == t.dtype:
                 continue
             size, bits = rows[n].shape[1], f"u{t.dtype.size}"
-            if t.dtype.size < to.size:  # read into the end of the memory of the wider result
+            if t.dtype.size < to.size:  # the read fills the last bytes of the result
                 as_read[n] = rows[n].view(bits)[:, -size:]
             else:
                 as_read[n] = np.empty((num_slots, size), bits)
@@ -99,7 +99,7 @@ class SlotBank:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the slots that have memory: all but those emptied and not filled again."""
+        """The bytes of all slots with memory; an emptied slot has none until it is filled."""
         return (self.num_slots - len(self._empty)) * self.expert_nbytes
 
     def reads(self, slots: dict[int, int]) -> Ranges:
@@ -121,7 +121,7 @@ class SlotBank:
 
     @cached_property
     def _places(self):
-        """Descriptor, first byte and expert of each expert's ranges, ``[E, ranges, 3]``."""
+        """The file descriptor, first byte and expert of each range, ``[E, ranges, 3]``."""
         places = np.empty((len(self._firsts[0].files), len(self._firsts), 3), np.int64)
         for i, t in enumerate(self._firsts):
             places[:, i, 0], places[:, i, 1] = [file.fd for file in t.files], t.offsets
@@ -136,7 +136,7 @@ class SlotBank:
             _convert(rows[slot], bits[slot], dtype, to)
 
     def populate(self, huge: bool) -> None:
-        """Take the slots' memory from the system now; else a prompt's reads would wait for it."""
+        """Take the slots' memory from the system now, so that a prompt's reads do not wait."""
         for buffer in self._buffers:
             if huge:
                 _advise(buffer.rows, HUGE_NBYTES, mmap.MADV_HUGEPAGE)
@@ -152,7 +152,7 @@ class SlotBank:
 def slot_nbytes(
     path: str, parameters: dict[str, mx.array], located: dict[str, ExpertTensor]
 ) -> int:
-    """The bytes of a slot for ``parameters`` ``[E, ...]``; ``located`` has those that are read."""
+    """The bytes of a slot for ``parameters`` ``[E, ...]``; the disk has those in ``located``."""
     tensors = {n: located[f"{path}.{n}"] for n in parameters if f"{path}.{n}" in located}
     record = Record.of(tensors, parameters) if tensors else None
     alone = [p[0].nbytes for n, p in parameters.items() if record is None or n not in tensors]
@@ -160,7 +160,7 @@ def slot_nbytes(
 
 
 def can_empty() -> bool:
-    """Whether slots can return memory to the system and take it again: on a Linux CPU."""
+    """Whether slots can return memory to the system and take it again (on a CPU with Linux)."""
     return isinstance(HERE, Linux) and mx.default_device() == mx.cpu
 
 
@@ -168,9 +168,9 @@ def can_empty() -> bool:
 class Record:
     """The layout of a slot into which the disk writes whole blocks, past the page cache.
 
-    A range's room in the slot holds all disk blocks that the range touches. If the range begins at
-    the same byte of its block for all experts, and that byte is aligned for its types, the bytes
-    stay where they land. Otherwise the bytes are moved to where the room begins.
+    A slot has a room for each range of bytes; a room fits all disk blocks that the range touches.
+    The range's bytes stay where the read puts them if every expert's range begins at the same byte
+    of a block and that byte is aligned for the types. Otherwise the bytes move to the room's start.
     """
 
     nbytes: int  # of a slot
@@ -235,10 +235,10 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
 def _tables(groups):
     """Return each part's place, the tables ``[S, ranges, COLUMNS]`` of the reads, and their iovecs.
 
-    ``groups`` lists for each range the parts ``[S, n]`` of memory that it fills.
+    ``groups`` lists, for each range, the parts ``[S, n]`` of memory that the range fills.
     """
-    # A part's place: its first byte among an expert's ranges, laid end to end; its address in slot
-    # 0; the distance from slot to slot; and its bytes.
+    # A part's place is four numbers: its first byte when an expert's ranges are laid end to end,
+    # its address in slot 0, the distance from slot to slot, and its size in bytes.
     into, firsts, at = [], [], 0
     for rows in groups:
         firsts.append(len(into))
@@ -265,9 +265,9 @@ def _tables(groups):
 def _parts(parameters, fuse, record):
     """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
-    Returns three tables: the elements of each buffer outside the record; the buffer, first element
-    and end of each parameter; and, for each parameter of the computing module, its buffer, first
-    element, shape and type.
+    Returns three tables: how many elements each buffer outside the record has in a row; the
+    buffer, first element and end of each parameter; and the buffer, first element, shape and type
+    of each parameter of the computing module.
     """
     sizes, parts, whole = {}, {}, {}
     for n, p in parameters.items():
@@ -317,14 +317,14 @@ class _Buffer:
     @classmethod
     def of_zeros(cls, num_rows: int, size: int, dtype: mx.Dtype) -> "_Buffer":
         """Make rows of ``size`` zeros, with padding behind them for MLX's CUDA kernel."""
-        # On Metal memory comes in whole pages of 16 KB, and padding would take one more.
+        # Metal gives memory in whole pages of 16 KB, and padding would take one more page.
         padding = 0 if mx.metal.is_available() else PADDING_NBYTES // dtype.size
         zeros = mx.zeros(num_rows * size + padding, _UNSIGNED[dtype.size])
         return cls(zeros, 0, num_rows, size * dtype.size)
 
     @classmethod
     def for_huge_pages(cls, num_rows: int, nbytes: int) -> "_Buffer":
-        """Make rows of untouched memory: ``mx.zeros`` would fill it, in small pages."""
+        """Make rows of untouched memory. (``mx.zeros`` would write it, which takes small pages.)"""
         page = HUGE_NBYTES if num_rows * nbytes >= HUGE_NBYTES else ALIGNED
         shape = -(-(num_rows * nbytes + page) // ALIGNED), ALIGNED
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}

@@ -1,7 +1,7 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-In a call of at most S (token, expert) pairs the kernel looks up the slots, evicts and copies, so a
-token does not wait for the host. While routing is recorded the host chooses slots.
+The kernel looks up the slots, evicts and copies in a call of at most S (token, expert) pairs, so a
+token does not wait for the host. The host chooses slots while routing is recorded.
 """
 
 from collections.abc import Iterator
@@ -108,7 +108,7 @@ _FETCH = """
 
 
 def check(mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> None:
-    """Refuse this source without a GPU that copies, or with ranks."""
+    """Refuse the source ``host`` if no GPU copies experts, or if there are ranks."""
     if mailbox is None or ranks is not None:
         raise ValueError(
             "StreamConfig.source: 'host' needs a CUDA GPU, cuda-bindings and no group of ranks. "
@@ -117,7 +117,7 @@ def check(mailbox: cuda.Mailbox | None, ranks: Ranks | None) -> None:
 
 
 def hold(layers: list[LayerSlots], reader: Reader) -> None:
-    """Read all experts into each layer's ``host``; refuse converted experts or low memory."""
+    """Read each layer's experts into ``host``; refuse experts that are converted or too large."""
     converted = next((layer for layer in layers if not layer.bank.as_read), None)
     if converted is not None:
         raise ValueError(
@@ -148,7 +148,7 @@ class HostExperts:
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies: bytes are here
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies is set
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 

@@ -22,7 +22,7 @@ from .table import SlotTable
 # they arrive. Such a part is worth a wait, and the next part is read while this part is computed.
 PART_NBYTES = 2 * 1024 * 1024
 # Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
-# computes. Where a GPU copies, a group has 64 MB, and two groups have pinned memory at once.
+# computes. A group of experts that a GPU copies has 64 MB; two groups are in pinned memory at once.
 FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
 
 
@@ -32,9 +32,9 @@ class Arriving:
 
     slots: dict[int, int]  # expert to slot
     reads: Flight | Threads
-    counters: Counters | None = None  # of the prefetch that began the reads; None: a call did
-    # For a prefetch: its experts that the call does not need, and whether the call began before the
-    # reads ended.
+    counters: Counters | None = None  # of the prefetch that began the reads; None if a call did
+    # ``others``: a prefetch's experts that the call does not need. ``is_late``: the call began
+    # before the prefetch's reads ended.
     others: dict[int, int] = field(default_factory=dict)
     is_late: bool = False
 
@@ -91,7 +91,7 @@ class LayerSlots:
 
     @property
     def computes_at_once(self) -> bool:
-        """Whether the fast kernels compute each part before the next one is asked for."""
+        """Whether the fast kernels compute each part before the layer asks for the next part."""
         return isinstance(self.bank.experts, kernels.FastExperts) and not self.is_copied
 
     @property
@@ -115,7 +115,7 @@ class LayerSlots:
     def recover(self) -> None:
         """Make every slot held or free after an exception. No read may be running."""
         for group in self.awaited + self.ahead:
-            for e in group.slots:  # ``collect`` may have put it into the table
+            for e in group.slots:  # ``collect`` may have put the expert into the table
                 self.table.slot_of.pop(e, None)
         self.awaited, self.ahead = [], []
         if self.host is not None:
@@ -185,7 +185,7 @@ class LayerSlots:
                     raise
                 self.table.release(group.others.values())
                 group.others, took_s = {}, 0.0
-                # Read the experts that a call needs once more; a second failure raises.
+                # Read again the experts that a call needs; a second failure raises.
                 self._reader.read(self.bank.reads(group.slots))
         waited_s = perf_counter() - begin
         if group in self.awaited:
@@ -207,13 +207,13 @@ class LayerSlots:
         self.land(everything=True)
 
     def unread(self) -> list[int]:
-        """The experts in no slot; none if there are fewer than E slots, or a prefetch runs."""
+        """The experts in no slot; ``[]`` if there are fewer than E slots or a prefetch runs."""
         if self.table.num_slots < self.num_experts or self.ahead or self.holds_all:
             return []
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect(self, needed: Collection[int]) -> None:
-        """At the start of a call that needs the experts ``needed``, take over the reads ahead."""
+        """Take over the reads ahead at the start of a call that needs the experts ``needed``."""
         if not self.ahead:
             return
         groups, self.ahead, needed = self.ahead, [], set(needed)
@@ -228,7 +228,7 @@ class LayerSlots:
                 self.table.release(slots.values())
             elif wait or not group.is_late:
                 self.finish(group)
-            elif group.slots:  # the call awaits them; the table holds them and evicts none
+            elif group.slots:  # the table holds these experts while the call awaits them
                 self.table.commit(group.slots)
                 self.awaited.append(group)
             else:

@@ -26,8 +26,8 @@ class Arrived(NamedTuple):
     slots: dict[int, int]  # expert to slot
     bank: SlotBank  # the bank that has these slots
     is_all: bool = False  # whether these are all the experts of the call
-    copies: Sequence[Copy] = ()  # with ``is_all``: the GPU must make these before it computes
-    # A zero. A result that depends on it is computed after the GPU has copied the experts.
+    copies: Sequence[Copy] = ()  # with ``is_all``: copies that the GPU makes before it computes
+    # A zero that is computed after the GPU has copied the experts: results that use it wait.
     after: mx.array | None = None
 
 
@@ -47,7 +47,7 @@ class Pairs:
         return places
 
     def of(self, arrived: Arrived) -> tuple[np.ndarray, np.ndarray]:
-        """For the pairs whose experts arrived: their places in the call, and their slots."""
+        """Return the places in the call, and the slots, of the pairs whose experts arrived."""
         if arrived.is_all:
             return np.arange(self.size), np.array([arrived.slots[e] for e in self._flat])
         places = [i for e in arrived.slots for i in self._places[e]]
@@ -55,7 +55,7 @@ class Pairs:
 
 
 class Residency:
-    """Brings experts into slots, and decides when they are read, also ahead of a call."""
+    """Decides when experts are read, also ahead of a call, and brings them into slots."""
 
     def __init__(
         self, reader: Reader, handover: Handover, counting: Counting, top_k: int, overlap: bool
@@ -66,7 +66,7 @@ class Residency:
         self._finish = None  # finishes the reads that the GPU waits for
 
     def add(self, *given) -> LayerSlots:
-        """Take the slots of the next layer, given the first four arguments of ``LayerSlots``."""
+        """Add the next layer; ``given`` are the first four arguments of its ``LayerSlots``."""
         self.layers.append(LayerSlots(*given, self._reader, self._counting))
         return self.layers[-1]
 
@@ -75,8 +75,8 @@ class Residency:
     ) -> Iterator[Arrived]:
         """Bring a call's experts into slots, and hand each over once, as they arrive.
 
-        Once the caller asks for the next part, the last part's slots may be given to other experts.
-        So the caller first computes with them, or puts a lazy result into ``computed``.
+        A part's slots may get other experts once the caller asks for the next part. So the caller
+        first computes with the part, or puts a lazy result into ``computed``.
         """
         layer, needed = self.layers[i], pairs.needed
         layer.report()
@@ -86,7 +86,7 @@ class Residency:
         at_once = table.fits(needed) and missing <= layer.most
         if at_once and not missing and not layer.awaited:
             held, _ = layer.choose(needed)
-            # Read a few missing experts, too: once none is missing no call waits for its routing.
+            # Read a few others, too: once all experts are in slots, no call waits for its routing.
             if some := layer.unread()[: self._top_k]:
                 layer.read(table.choose(some)[1])
             yield Arrived(held, layer.bank, is_all=True)
@@ -127,7 +127,7 @@ class Residency:
         experts = layer.of_rank(experts)
         if layer.ahead or not layer.table.fits(experts):
             return
-        if len(self.layers) == 1:  # with several layers another layer's call has done this
+        if len(self.layers) == 1:  # another layer's call has done this if there are more layers
             mx.eval(self._handover.pending)
         if slots := layer.table.reserve(experts, kept):
             layer.begin_ahead(slots)
@@ -146,7 +146,7 @@ class Residency:
             return None
         if layer.host is not None and layer.host.takes(indices):
             return layer.host.slots(indices, self._counting.decoding)
-        # One token has K hits. Several may share experts: only the host can count their hits.
+        # One token has K hits. Several tokens may share experts, so only the host can count hits.
         if not layer.holds_all or indices.size > indices.shape[-1]:
             return None
         self._counting.now.hits += indices.size
@@ -197,9 +197,8 @@ class Residency:
         return_free_memory()
 
     def _room(self, layer, order, flying):
-        """Return how many of ``order`` to read next, with ``flying`` experts on their way."""
-        # If kernels compute at once, a slot is free for a later expert once the present one is
-        # computed.
+        """Return how many of ``order`` to read next, while ``flying`` experts are on their way."""
+        # A computed expert's slot is free for a later expert if kernels compute at once.
         refills = self._reader.direct and layer.computes_at_once
         few = len(layer.awaited) < 2 if layer.is_copied else refills or not flying
         held = sum(e in layer.table.slot_of for e in order)  # held experts come first
@@ -215,7 +214,7 @@ class Residency:
     def _all(self, layer, slots, size):
         """Return all experts of a call; the GPU, or else this thread, waits for their reads."""
         copies = None
-        # A prefetch needs an up-to-date table, so with a prefetcher the reads are finished here.
+        # Prefetches need an up-to-date table, so a model with a prefetcher finishes the reads here.
         if layer.is_copied and layer.awaited and not self.prefetches and size <= MAILBOX_SIZE:
             copies = layer.awaited[0].reads.in_graph()
         if copies is None:
@@ -229,15 +228,15 @@ class Residency:
         layer = self.layers[i]
         if not self._is_long(layer, pairs) or len(needed) < AHEAD_SHARE * layer.num_owned:
             return
-        room = memory_available() // 2  # pages must still be there when they are needed
+        room = memory_available() // 2  # so that the pages stay cached until they are needed
         room -= self._read_ahead(layer, needed, room)
         for other in self.layers[i + 1 : i + 2]:
             self._read_ahead(other, range(other.num_experts), room)
 
     def _is_long(self, layer, pairs):
-        """Whether a call of ``pairs`` (token, expert) pairs needs most experts: it reads ahead."""
-        # Past the page cache enough reads are in flight. On a GPU prompts wait more for Python than
-        # for the disk, and a thread that asks for ranges slows Python.
+        """Whether a call of ``pairs`` (token, expert) pairs is long enough to read ahead."""
+        # Enough direct reads are in flight without this. A prompt on a GPU waits more for Python
+        # than for the disk, and a thread that asks for ranges slows Python.
         ahead = self._overlap and not self._reader.direct
         return ahead and pairs >= AHEAD_PAIRS * layer.num_owned
 

@@ -1,8 +1,8 @@
 """Which expert is in which slot of a layer, and which is evicted first.
 
 To add a policy that weighs uses by their age, add a line to ``EVICTION``; ``StreamConfig.policy``
-says which policy slots use. The replay tries other kinds as subclasses with their own ``_victims``
-(Belady), which slots cannot use.
+names the policy that slots use. Other kinds of policies (Belady) are subclasses with their own
+``_victims``: the replay tries them, and slots cannot use them.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 # The eviction policies. A use of an expert counts 1 at first; each later call of the layer
-# multiplies this by the policy's number. Of the experts held and not needed now, the one whose uses
-# count least is evicted; of equal ones, the least recently used. (Lee et al., LRFU, 2001.)
+# multiplies this count by the policy's number. The expert whose uses count least is evicted, among
+# those held and not needed now; among equals, the least recently used. (Lee et al., LRFU, 2001.)
 EVICTION = {
     "lru": 0.0,  # least recently used
     "lfu": 1.0,  # least frequently used
@@ -41,16 +41,16 @@ class SlotTable:
         self.slot_of = {}  # the slot of every expert held, least recently used first
         self._free = list(range(num_slots))[::-1]
         self._counts, self._decay = defaultdict(float), EVICTION[policy]
-        # A use counts this much now. It grows from call to call, so that the counts of earlier uses
-        # need not shrink.
+        # A use adds this number now. The number grows from call to call, so that the counts of
+        # earlier uses need not shrink.
         self._one = 1.0
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
-        """Whether distinct experts fit into the slots, of which ``taken`` are not available."""
+        """Whether distinct experts fit into the slots if ``taken`` slots are not available."""
         return len(experts) + taken <= self.num_slots
 
     def waves(self, experts: list[int]) -> list[list[int]]:
-        """Divide distinct experts into waves that fit; held ones first, before they are evicted."""
+        """Divide distinct experts into waves that fit; held experts come first, as waves evict."""
         experts = sorted(experts, key=lambda e: e not in self.slot_of)
         return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
@@ -78,7 +78,7 @@ class SlotTable:
         self.slot_of |= misses
 
     def reserve(self, experts: list[int], kept: Collection[int] = ()) -> dict[int, int]:
-        """Choose slots, while they last, for experts not held; evict no ``experts`` or ``kept``."""
+        """Choose slots for missing experts while slots last; keep ``experts`` and ``kept``."""
         return self._take([e for e in experts if e not in self.slot_of], {*experts, *kept})
 
     def release(self, slots: Iterable[int]) -> None:
@@ -107,7 +107,7 @@ class SlotTable:
             counts[e] += self._one
 
     def _take(self, experts, needed):
-        """Take slots for experts that are not held: first free slots, then evicted experts'."""
+        """Take slots for experts not held: first free slots, then the slots of evicted experts."""
         more = len(experts) - len(self._free)
         for e in self._victims(needed, more) if more > 0 else ():
             self._free.insert(0, self.slot_of.pop(e))
