@@ -105,6 +105,13 @@ def test_commands_of_the_set_up(path):
     assert not done.returncode, done.stderr
 
 
+@pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
+def test_a_command_has_no_comment(path):
+    """zsh, a Mac's shell, gives the words of a pasted comment to the command."""
+    begins = r"(?:\w+=\S* )*(?:python3?|pip|make|curl|echo|mlx\.launch|codex|claude) "
+    assert not re.findall(rf"^ {{4}}{begins}.* # .*", path.read_text(), re.M)
+
+
 def test_public_names_are_found_and_the_guides_code_runs(monkeypatch, tmp_path, capsys):
     assert {*moelab.__all__} <= {*dir(moelab)}
     for name in moelab.__all__:
