@@ -13,6 +13,7 @@ import subprocess
 import tomllib
 from graphlib import TopologicalSorter
 
+import mlx.core as mx
 import nbformat
 import pytest
 import readme
@@ -65,8 +66,10 @@ def typed(text):
 
 def test_numbers_of_the_readme_and_the_scorecard_are_those_of_the_records(monkeypatch):
     monkeypatch.setattr(shipped, "DATA", ROOT / "data")
-    assert readme.filled(README.read_text()) == README.read_text(), "make numbers"
     assert scorecard.page() == SCORECARD.read_text(), "make numbers"
+    if mx.default_device() == mx.gpu:  # whose slots lend a prompt nothing
+        pytest.skip("the README's plans are made on a CPU")
+    assert readme.filled(README.read_text()) == README.read_text(), "make numbers"
 
 
 @pytest.mark.parametrize("path", [README, GUIDE, *NOTEBOOKS], ids=lambda path: path.stem)
