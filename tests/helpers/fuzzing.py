@@ -369,7 +369,8 @@ def main():
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an outcome
-    moelab.load(bases / CONFIGS[0])[0].__exit__()  # transformers keeps files open
+    with moelab.load(bases / CONFIGS[0], CONFIG)[0] as first:
+        greedy(first)  # transformers keeps files open, and so does Metal, which compiles kernels
     gc.freeze()  # makes num_open faster
     for number in range(first, last, step):
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
