@@ -22,6 +22,7 @@ FORKED = (
     "This process is a fork of one in which MLX had computed, and has none of MLX's threads. Start "
     "it with multiprocessing's 'spawn', and load the model in it."
 )
+TRIES = threading.Lock()  # held while ``mx.async_eval`` is replaced
 FORK_S = 2  # if an idle stream takes longer to synchronize, its thread is missing
 # The id of a process that is known to have MLX's threads; None in a child that may be a fork.
 _computes = os.getpid() if parent_process() is None else None
@@ -252,10 +253,18 @@ def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None)
     """Call the model on two tokens, so that MLX checks types and shapes, and evaluate nothing.
 
     Each token has a call of its own: some of mlx-vlm's blocks evaluate if they get several tokens.
+    Its qwen4_exp calls ``mx.async_eval`` after each layer, which would read every expert.
     The logits are None if the family needs a kernel that this machine does not have.
     """
-    with readable(f"{checkpoint.path}: cannot call the model of its config.json:"):
+    caller = threading.get_ident()
+
+    def others_only(*arrays):
+        if threading.get_ident() != caller:
+            evaluate(*arrays)
+
+    with readable(f"{checkpoint.path}: cannot call the model of its config.json:"), TRIES:
         try:
+            evaluate, mx.async_eval = mx.async_eval, others_only
             for _ in range(2):
                 logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
             return logits
@@ -263,3 +272,5 @@ def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None)
             if "_kernel]" in str(e):
                 return None
             raise
+        finally:
+            mx.async_eval = evaluate

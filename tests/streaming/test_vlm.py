@@ -162,6 +162,13 @@ def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
         table(mx.array([10**6]))
 
 
+def test_a_plan_evaluates_no_layer(checkpoint, monkeypatch):
+    """mlx-vlm's qwen4_exp would evaluate each layer, with all its experts."""
+    path, _ = checkpoint("qwen4_exp")
+    monkeypatch.setattr(mx, "async_eval", lambda *_: pytest.fail("evaluated"))
+    moelab.footprint(path)
+
+
 def test_a_text_begins_anew(checkpoint):
     """An earlier text, or a cache of another process, does not move a text's positions."""
     path, want = checkpoint("qwen3_5_moe")
