@@ -263,8 +263,9 @@ def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None)
             evaluate(*arrays)
 
     with readable(f"{checkpoint.path}: cannot call the model of its config.json:"), TRIES:
+        evaluate = mx.async_eval
         try:
-            evaluate, mx.async_eval = mx.async_eval, others_only
+            mx.async_eval = others_only
             for _ in range(2):
                 logits = model(mx.zeros((1, 1), mx.int32), cache=cache)
             return logits

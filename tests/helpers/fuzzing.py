@@ -369,8 +369,8 @@ def main():
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_NBYTES, MEMORY_NBYTES))
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is not an outcome
-    with moelab.load(bases / CONFIGS[0], CONFIG)[0] as first:
-        greedy(first)  # transformers keeps files open, and so does Metal, which compiles kernels
+    with moelab.load(bases / CONFIGS[0], CONFIG)[0] as model:
+        greedy(model)  # transformers keeps files open, and so does Metal, which compiles kernels
     gc.freeze()  # makes num_open faster
     for number in range(first, last, step):
         faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
