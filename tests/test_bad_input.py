@@ -149,7 +149,7 @@ def f8(header):
 
 
 def set_config(path, **changes):
-    """Change values of a config.json (``a__b``: key b of a), the quantization under both names."""
+    """Change values in config.json (``a__b``: b in a); keep both quantization entries equal."""
     config = json.loads((path / "config.json").read_text())
     for key, value in changes.items():
         *outer, key = key.split("__")

@@ -475,7 +475,7 @@ CUTS = {  # a command on model M: where Ctrl-C ends the command, and what the co
 
 @pytest.mark.parametrize("command", CUTS)
 def test_ctrl_c_leaves_nothing(command, model_path, tmp_path):
-    """Ctrl-C counts in a destructor, too, where Python loses it. A child would keep a pipe open."""
+    """Ctrl-C counts in a destructor, too, where Python loses it. No child keeps a pipe open."""
     cut, said = CUTS[command]
     script = CTRL_C.format(cut, command.replace("M", str(model_path)))
     pipes = {"capture_output": True, "text": True, "timeout": 600}
@@ -509,7 +509,7 @@ def test_a_folder_with_brackets(tokenizer, tmp_path, capsys):
     here, make = tmp_path / "a [x]", dict(config=small(), tokenizer=tokenizer, progress=False)
     model, cache, packed = (str(here / name) for name in ("m [1]", "c [2].safetensors", "p [3]"))
     synthesize_.synthesize(model, **make)
-    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # what [x] and [1] match
+    synthesize_.synthesize(tmp_path / "a x" / "m 1", seed=1, **make)  # as globs, [x] and [1] match
     say = ("--prompt", "def", "--max-tokens", "4")
     for argv in (
         ("plan", model),

@@ -149,7 +149,7 @@ def test_the_plan_is_told_on_stderr(capsys, monkeypatch):
         ("1.8 [1.8, 1.8] times", 1, 64, 0.9, Gain(9, np.array([[1e9, 2e9]])), "fused", None),
         ("", 1, 64, 0.9, Gain(9, np.array([[1e9, 1.2e9]])), "fused", None),  # 1.18 times
         ("", 1, 64, 0.9, None, "fused", None),  # repacked already
-        ("", 0, 64, 0.16, None, "fused", None),  # reads without waits would gain 1.19 times
+        ("", 0, 64, 0.16, None, "fused", None),  # 1.19 times as fast without waits
         ("", 0, 31, 0.9, None, "fused", None),
         ("", 0, 64, 0.9, None, "serial", None),
         ("", 0, 64, 0.9, None, "fused", "ranks"),
@@ -222,7 +222,7 @@ def test_a_template_that_fails(chatty, command, tmp_path):
 
 
 def test_a_prompt_cache_file(chatty, random_tiny_moe, command, capsys, monkeypatch, tmp_path):
-    """A file of our command or mlx-lm's works in both commands, but not with another model."""
+    """A file written by moelab or mlx-lm works in both, but not with another model."""
     for model in (MODEL, chatty):
         whole, begin, end = PROMPT, PROMPT[:-10], PROMPT[-10:]
         wanted = text_of(command("generate", model, *SLOTS, "--prompt", whole, "--max-tokens", 12))
@@ -333,7 +333,7 @@ def test_chat(chatty, command):
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, run, monkeypatch):
-    """A terminal shows how far a long message is read; a later message is warned of, too."""
+    """A terminal shows how far a long message is read. This and later messages get a warning."""
     long = "def f(x): return x + 1; " * 40
     monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]

@@ -88,7 +88,7 @@ def stopped(*options):
 
 
 def test_the_memory_of_a_draft_and_of_kept_prompts_is_planned(capsys, monkeypatch):
-    """The draft is there before the model's slots are chosen; kept prompts have a limit."""
+    """A plan counts the draft before it chooses slots; kept prompts have a limit."""
     draft, size = str(DATA / "models/tiny-dflash"), ("--prompt-cache-size", "3")
     memory = ("--memory-nbytes", "222000000", "--decode-concurrency", "1")
     config = moelab.StreamConfig(memory_nbytes=222_000_000, lazy_logits=True)

@@ -135,7 +135,7 @@ def test_linux_says_what_is_in_swap(tmp_path, monkeypatch):
 
 
 def test_the_processors_name(mac, monkeypatch, tmp_path):
-    """On ARM /proc/cpuinfo has no name; if LLVM knows the core, it is added."""
+    """On ARM /proc/cpuinfo has no name; the core's name is added if LLVM knows it."""
     assert machine._cpu_name() == "Apple M4"
     monkeypatch.setattr(machine, "HERE", system.Linux())
     monkeypatch.setattr(system, "Path", lambda path: tmp_path / Path(path).name)

@@ -89,7 +89,7 @@ def test_the_same_bytes_on_pages_of_their_own(moe, packed):
 
 
 def test_what_one_piece_gains_is_measured(moe, packed, monkeypatch):
-    """The reads are real. Their times are replaced by those of a disk with a second for a read."""
+    """The reads are real; their times are those of a disk that takes a second for each read."""
     calls, read_s = [], repack_module.read_s
 
     def timed(reader, wanted, memory):
@@ -314,7 +314,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
-    """The model has dimensions and experts enough to tell the trace's 192 tokens apart."""
+    """The model has enough dimensions and experts to tell the trace's 192 tokens apart."""
     trace = recorded_trace("code")[:400]
     few = np.unique(trace.tokens, return_inverse=True)[1]  # ids below a small vocabulary
     trace, config = replace(trace, tokens=few), small()

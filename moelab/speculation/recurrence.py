@@ -32,7 +32,7 @@ class Form(NamedTuple):
 
 # Keys are functions that a layer's module imports; ``ssm_step`` is a layer's method. ``Rollback``
 # restores the states of a family whose recurrence is missing here. For such a family
-# ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/recurrent.py`` names it.
+# ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/drafting.py`` names it.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),

@@ -76,7 +76,7 @@ def test_equals_the_paper(tmp_path, chunks, fast, small_matrices):
     w = write_draft(tmp_path)
     model = load_model(tmp_path)
     model.set_dtype(mx.float32)
-    if fast:  # whole blocks, though these matrices are small
+    if fast:  # the kernels compute whole blocks, though these matrices are small
         kernels.use(model)
         blocks = kernels.blocks_of(model)
         assert blocks == {"Attention": 3, "TransformerBlock": 3}

@@ -96,7 +96,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """Return the share of time that drafts cost a text, without one token's time."""
+    """Return the share of time that drafts add to a text; one token's time is not counted."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:

@@ -46,7 +46,7 @@ def test_all_that_fits_is_in_slots():
     found = [moelab.plan(TINY_MOE, memory_nbytes=n * MB) for n in (*range(140, 176, 4), 240)]
     slots = [p.slots for p in found]
     assert slots == sorted(slots) and 8 <= slots[0] < slots[3] < slots[-1] == 64
-    for p in found:  # the other slots lend their memory to a prompt
+    for p in found:  # slots beyond ``prompt_slots`` lend their memory to a prompt
         left = p.memory_nbytes - parts(p) - p.prompt_slots * p.facts.slot_nbytes
         assert left >= 0 and (p.slots == p.num_experts or left < p.facts.slot_nbytes)
         assert p.facts.shape == (8, 8, 64)
@@ -123,7 +123,7 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(monkeypatch):
 
 @pytest.mark.skipif(not can_empty(), reason="O_DIRECT is Linux's")
 def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
-    """The page cache is used if slots or the system leave it room, or the user names the memory."""
+    """The page cache is used if slots or the system leave room or if ``memory_nbytes`` is given."""
     monkeypatch.setattr(plans, "PROCESS_NBYTES", MB)
     # At 60 MB every expert has a slot, and the file does not fit beside the slots.
     sizes = (50, 0), (50, 5), (50, 200), (60, 0), (60, 60), (GB // MB, 0)
@@ -171,7 +171,7 @@ def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash", "tiny-mtp"])
 def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
-    """A plan leaves a draft what it takes in a text as long as the context, and not much more."""
+    """A plan reserves for a draft what the draft takes at full context, and not much more."""
     draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
     config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
     assert moelab.plan(TINY_MOE, context=600, draft=draft).config.memory_nbytes is None
@@ -271,7 +271,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts(monkeypatch
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
-    """A short prompt borrows less. A last chunk takes no slot back. The text stays the same."""
+    """A short prompt borrows less. A prompt's last chunk gives no slot back. Texts are the same."""
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []
@@ -320,7 +320,7 @@ def test_an_empty_slot_has_no_memory_and_can_be_written_again():
 
 @pytest.fixture
 def room(monkeypatch):
-    """A function that sets the free memory that each call finds: ``slots`` slots and ``more``."""
+    """A function that sets each call's free memory to ``slots`` slots and ``more`` bytes."""
     monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
 
     def set_room(model, slots, more=0):
@@ -372,7 +372,7 @@ def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
 
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
-    """A prompt gets fewer slots or smaller parts, also between two layers, or is refused."""
+    """A prompt gets fewer slots (even between two layers) or smaller parts, or is refused."""
     prompt = mx.array([LONG[:500]])
     with loaded(TINY_MOE) as model:
         session = session_of(model)
@@ -404,7 +404,7 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
 
 @pytest.mark.parametrize("empties", [True, False])
 def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch):
-    """Slots fall to K, with one warning, and return after a rest. Swapping one way takes none."""
+    """Swapping both in and out takes slots down to K, with one warning. A rest brings them back."""
     clock, swapped = [0.0], [0.0, 0.0]
     monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
     monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
@@ -416,7 +416,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
         room(model, 64, 900 * MB)  # by the system's figures there is enough
 
         def slots(seconds, back, out, every=WATCH_S):
-            """The slots after ``seconds`` of which swapping in and out took these shares."""
+            """The slots after ``seconds`` with these shares of swapping in and out."""
             for _ in range(round(seconds / every)):
                 clock[0] += every
                 swapped[:] = swapped[0] + back * every, swapped[1] + out * every
@@ -467,7 +467,7 @@ print(json.dumps([session.plan.slots, session.plan.reason, text, slots]))
 
 
 def test_in_a_cgroup_it_runs_or_is_refused_and_is_never_killed(limits):
-    """Each process has a cgroup of its own. The process that fills it gives slots back."""
+    """Each process has a cgroup of its own. A process that fills its cgroup gives slots back."""
     text = next((TINY_MOE / "heldout").glob("*.py")).read_text()[:1200]
     argv = [sys.executable, "-c", IN_A_CGROUP, str(TINY_MOE), text]
     refused, few = (limit.run(argv, nbytes) for nbytes in (150 * MB, 250 * MB))

@@ -232,7 +232,7 @@ def test_auto_asks_nobody_while_it_is_off_and_records_nothing_anew(moe, small_ma
 
 
 def calls(trial, missing, milliseconds, num, rng):
-    """Whether each of ``num`` calls prefetched. ``milliseconds``: their times without and with."""
+    """Tell which of ``num`` calls prefetch. ``milliseconds``: times without and with prefetch."""
     ons, near = np.zeros(num, int), 0.0
     for i, (m, ms) in enumerate(zip(missing, milliseconds.T)):
         ons[i], near = trial.on, 0.5 * near + rng.normal(0, 0.07)
@@ -241,14 +241,14 @@ def calls(trial, missing, milliseconds, num, rng):
     return ons
 
 
-# Experts that a token misses, milliseconds that it waits for one of them, and the share of this
-# waiting that is left with prefetch.
+# Experts that a token misses, milliseconds of waiting for each of them, and the share of the
+# waiting that prefetch leaves.
 REGIMES = list(itertools.product((120, 12), (0.15, 1.2), (0.37, 1.25)))
 
 
 @pytest.mark.parametrize("missed, read_ms, share", REGIMES)
 def test_auto_is_as_fast_as_the_better(missed, read_ms, share):
-    """From token 256 on it is at least 0.98 times as fast. Trials cost 1% of the first 128."""
+    """``auto`` is at least 0.98 times as fast after 256 tokens. Trials cost 1% of the first 128."""
     costs = []
     for begins, seed in itertools.product((False, True), range(8)):
         rng = np.random.default_rng(seed)
@@ -281,7 +281,7 @@ def test_auto_looks_again_when_hits_change_and_rarely_otherwise():
 @pytest.mark.parametrize("layers, top_k, slots", [(1, K, K), (2, 1, 2), (2, E, E), (2, E, 2 * E)])
 @pytest.mark.parametrize("name", PREFETCHERS)
 def test_any_number_of_experts(name, layers, top_k, slots, tmp_path, small_matrices):
-    """A guess for the layer that runs evicts none of its experts. A guess may be all E experts."""
+    """No guess evicts an expert of the layer that runs. A guess may be all E experts."""
     path = families.write_checkpoint("qwen3_moe", tmp_path / "model", num_hidden_layers=layers)
     fields = {"slots": slots, "top_k": top_k, "kernels": "fast"}
     with loaded(path, **fields) as model, moelab.record(model) as trace:

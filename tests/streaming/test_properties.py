@@ -54,7 +54,7 @@ def test_slot_table_never_lies(S, policy, calls):
         used = [*table.slot_of.values(), *misses.values()]
         assert len(set(used)) == len(used) and set(used) <= set(range(S)), "each has its own slot"
         assert not set(misses) & set(table.slot_of), "held before its bytes have arrived"
-        # the reads: the slots of reads that fail hold no expert's bytes
+        # a slot whose read fails holds no expert's bytes
         for i, (e, s) in enumerate(misses.items()):
             content[s] = e if not fails or i < arrived else "nonsense"
         if fails:
@@ -109,7 +109,7 @@ def test_what_a_use_counts_does_not_overflow():
 @FEW
 @given(st.sampled_from([*EVICTION]), st.integers(1, 3), st.permutations(range(12)))
 def test_what_is_busy_is_neither_evicted_nor_overwritten(policy, size, experts):
-    """Experts of the call before, still read or not computed yet, keep their slots."""
+    """Experts of an earlier call keep their slots until they are read and computed."""
     table, busy, later = SlotTable(6, policy), [], list(experts)
     table.commit(table.choose(later[:4])[1])
     while later:
@@ -213,7 +213,7 @@ calls = st.tuples(
     st.integers(1, 2),  # B
     st.integers(1, 5),  # T
     st.integers(0, 2**32 - 1),  # seed of x and of the routing
-    # The experts that the routing draws from: few give hits, all of them give waves.
+    # How many experts the routing draws from: few give hits, all of them give waves.
     st.sampled_from([2, 3, 8]),
     st.booleans(),  # whether to evaluate at once or later
     st.one_of(st.none(), st.integers(0, 6)),  # the read that fails
@@ -300,7 +300,7 @@ long_calls = st.tuples(
 @tries(40, derandomize=True)
 @given(st.lists(long_calls, min_size=4, max_size=16), st.integers(8, 40))
 def test_any_history_of_prompts_past_the_page_cache(resident, history, slots):
-    """A layer's free slots are filled ahead, even if another is called next. Answers are right."""
+    """A layer's free slots are filled ahead, even if another layer is next. Answers are right."""
     left, read_here = None, Reader.read_here
 
     def flaky(reader, reads):

@@ -79,7 +79,7 @@ def test_ranks_give_the_bits_of_one(n, cases, monkeypatch):
         assert {rank[0] for rank in each} == {logits}, (name, settings)
         for r in range(n):
             assert not by_rank[r][owners != r].any(), (name, settings)
-        if "prefetch" not in settings:  # which may read experts that no token needs
+        if "prefetch" not in settings:  # prefetch may read experts that no token needs
             np.testing.assert_array_equal(by_rank.any(0), read, f"{name} {settings}")
         assert np.sum([rank[2] for rank in each]) == sum(counts)
 
@@ -111,8 +111,8 @@ def checkpoints(tmp_path_factory):
 
 ENDED = "another rank has ended"
 ROUNDS = "the machines round differently"  # and choose other experts
-# The second rank's checkpoint and settings, then what each of the two ranks says. If these are the
-# first rank's, too, the case is what the second rank does in the middle of an answer.
+# The second rank's checkpoint and settings, then what each of the two ranks says. If the first
+# rank has the same two, the case is what the second rank does in the middle of an answer.
 WRONG = {
     "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
     "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),
@@ -130,7 +130,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
-    """Each rank that can ends with one line, within 60 s. No rank waits for ever."""
+    """A rank that still runs ends with one line, within 60 s. No rank waits for ever."""
     name, own, *said = WRONG[case]
     answers = (name, own) == ("one", SETTINGS)
     program = str(HELPERS / "rank_work.py")
@@ -167,7 +167,7 @@ def test_a_message_that_did_not_arrive(monkeypatch):
     messages = []
 
     def all_gather(row, group):
-        """Give the message before, as if the other rank had sent it again."""
+        """Return the earlier message, as if the other rank had sent that message again."""
         messages.append(np.array(row))
         other = messages[-3] if len(messages) > 2 else messages[-1]
         return mx.array(np.stack([messages[-1], other]))
@@ -233,7 +233,7 @@ def served(tmp_path):
 
 
 def test_serve(served, alone):
-    """Texts run in batches, or alone with a seed. A client that leaves or is refused stops none."""
+    """Texts run in batches or alone with a seed. Clients that leave or are refused stop no rank."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text

@@ -270,7 +270,7 @@ def test_the_same_bytes_past_the_page_cache(direct, file, places):
 
 @needs_direct
 def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
-    """Only a range longer than the buffer does, and bytes that a direct read did not bring."""
+    """The page cache serves only ranges longer than the buffer and bytes direct reads missed."""
     opened, path, size = direct.open(file), tmp_path / "long", native.BUFFER_NBYTES + 5
     drop(opened)
     direct.read(ranges_of(ask(opened, spread())))
@@ -309,7 +309,7 @@ def test_many_reads_in_flight(tmp_path, direct, monkeypatch):
         direct.close()
         os._exit(0)
     assert os.waitpid(fork, 0) == (fork, 0)
-    direct.stop()  # also for flights and ranges that nobody holds any more
+    direct.stop()  # ends reads even if nobody holds their flights and ranges any more
     assert not direct._queue._flying
     assert_arrived(reads, data)
 

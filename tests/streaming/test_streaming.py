@@ -104,7 +104,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
 @pytest.mark.parametrize("kernel", ("fast", "mlx"))
 @pytest.mark.parametrize("packed", (False, True))
 def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch):
-    """Direct reads go into slots with room for whole blocks, else through a thread's buffer."""
+    """Direct reads go into slots if these have room for whole blocks, else through a buffer."""
     source = repack(path, tmp_path / "packed", progress=False) if packed else path
     config = {"slots": K, "kernels": kernel, "dtype": "auto" if kernel == "fast" else "bfloat16"}
     with loaded(source, **config) as model:
@@ -144,7 +144,7 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
 @needs_kernels
 @pytest.mark.parametrize("room", (1 << 40, 3))
 def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
-    """It is asked for missing experts of this layer and the next, as many as there is room for."""
+    """The system is asked for missing experts of this and the next layer, as many as have room."""
     with loaded(path, slots=K) as model:
         session, asked = session_of(model), []
         bank, L = session.layers[0].slots.bank, len(session.layers)
@@ -157,7 +157,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
         mx.eval(model(mx.repeat(PROMPT, 5, axis=1)))
         index_of = {layer.slots.bank: layer.index for layer in session.layers}
         found = [(index_of[bank], experts) for bank, experts in asked]
-        # Before the first layer: for this layer. Then in each layer: for it and the next, if any.
+        # One call precedes the first layer. Then each layer calls for itself and the next, if any.
         assert [i for i, _ in found] == [0, *(n for i in range(L) for n in (i, i + 1))][:-1]
         assert found[0] == (0, missing[0][:room])
         for (_, here), (i, following) in zip(found[1::2], found[2::2]):
@@ -170,7 +170,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
-    """It never does if slots hold all experts. Where all fit, calls read more than they miss."""
+    """The host learns no routing if slots hold all experts; calls then read more than they miss."""
     num_layers = moelab.footprint(path).num_layers
     with loaded(path, mode=mode, slots=slots, kernels="mlx", prefetch="none") as model:
         for _ in range(1 + -(-E // K)):
@@ -254,7 +254,7 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
 
 
 def mlx_kernel(gpu, rows, matrices, quantized):
-    """Which of two kernels MLX 0.32 takes for SwitchGLU's projections, by its backends' sources."""
+    """Which of two kernels MLX 0.32 takes for SwitchGLU's projections, as MLX's source says."""
     if quantized and gpu == "cuda":
         return rows < 8
     return rows >= 64 and (not quantized or rows // matrices >= 4)
@@ -274,7 +274,7 @@ def test_a_gpus_kernel_is_the_resident_models(data, gpu, E, size, quantized):
         assert got == mlx_kernel(gpu, size, E, quantized)
 
 
-# In place of ``Ranks``: the other ranks' results are missing.
+# A stand-in for ``Ranks`` without the results of the other ranks.
 ONE_RANK = SimpleNamespace(
     waiting=contextlib.nullcontext,
     answered=lambda: None,
@@ -289,7 +289,7 @@ ONE_RANK = SimpleNamespace(
 def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
     mode, gpu, weights, stored, monkeypatch
 ):
-    """So does the part of a rank that owns half of the experts."""
+    """A rank that owns half of the experts takes the kernel of the whole call, too."""
     path, calls = stored("qwen3_5_moe", weights), []
     monkeypatch.setattr(layers, f"on_{gpu}", lambda: True)
 
@@ -329,7 +329,7 @@ def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkey
 
     def run():
         with loaded(path, mode=mode, dtype="bfloat16", kernels="mlx", slots=E) as model:
-            called.clear()  # of calls that ask for types while loading
+            called.clear()  # calls that ask for types while loading do not count
             return answer(model, 3)
 
     called = watched(monkeypatch, QuantizedSwitchLinear, "__call__", form)

@@ -82,7 +82,7 @@ def test_drafts_beside_other_threads(hybrid):
 
         class Repeats(LookupDraft):
             def propose(self, last, n, choose):
-                return mx.array([last] * n, mx.uint32)  # nearly always wrong: rolled back each time
+                return mx.array([last] * n, mx.uint32)  # drafts are nearly all rolled back
 
         def drafted(prompt):
             return [token for token, *_ in steps(model, prompt, Repeats(), 3, 12)]

@@ -27,7 +27,7 @@ TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
 
 
 def load(path, **fields):
-    """Load with mlx-vlm's class, which has to be asked for only with a family of ``BOTH``."""
+    """Load with mlx-vlm's class; only families of ``BOTH`` need ``library`` for it."""
     library = "mlx-vlm" if path.name in vlm_families.BOTH else "auto"
     return loaded(path, **{"slots": 4, "kernels": "mlx", "library": library} | fields)
 
@@ -51,7 +51,7 @@ def resident(model):
 @pytest.fixture(autouse=True)
 def compiles():
     yield
-    mx.enable_compile()  # ``resident`` ended it for families of COMPILED_ONCE
+    mx.enable_compile()  # ``resident`` turned compiling off for families of COMPILED_ONCE
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_what_is_refused(case, tmp_path, monkeypatch):
 
 
 def test_auto_takes_the_class_that_has_the_names(checkpoint, tmp_path, capsys, monkeypatch):
-    """mlx-lm's olmoe has other names of tensors; both libraries' qwen3_5_moe have the same."""
+    """mlx-lm's olmoe has other tensor names; in qwen3_5_moe both libraries' names are the same."""
     vlm_families.write_checkpoint("olmoe", tmp_path)
     moelab.footprint(tmp_path)
     assert isinstance(loaded(tmp_path), vlm.TextModel)
