@@ -74,7 +74,7 @@ def test_new_weights_take_effect(hybrid, tmp_path):
 
 
 def test_set_dtype_takes_effect_or_is_refused(hybrid):
-    """Activations of another type do not fit the slots: an error says so."""
+    """After ``set_dtype`` activations may not fit the slots: the next call then is an error."""
     with loaded(hybrid, **FIELDS) as model:
         before = answer(model)
         model.set_dtype(mx.float32)

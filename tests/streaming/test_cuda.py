@@ -166,7 +166,7 @@ def test_experts_that_are_copied_are_the_same(mode, any_reads, path, runtime, wa
 
 @pytest.mark.parametrize("piece_nbytes, copies", [(1 << 21, 512), (700, 512), (10_000, 5)])
 def test_pinned_memory_is_freed(piece_nbytes, copies, hybrid, runtime, want, monkeypatch):
-    """Memory is reused, also for ranges in pieces. Reads begin before earlier reads end."""
+    """Pinned memory is reused, also for ranges in pieces. Reads begin before earlier reads end."""
     slots = layer_slots.LayerSlots
     begun = watched(monkeypatch, slots, "finish", lambda layer, group: len(layer.awaited))
     monkeypatch.setattr(layer_slots, "COPIED_NBYTES", 1)

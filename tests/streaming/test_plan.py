@@ -338,7 +338,7 @@ def room(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
-    """Slots fall to K, each time with a warning, and return with memory. Texts stay the same."""
+    """Slots fall to K, each time with a warning. They return with memory. Texts stay the same."""
     fields = {"prefetch": prefetch, "kernels": "mlx"}
     with loaded(TINY_MOE, **fields, slots=64) as model:
         want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()

@@ -45,7 +45,7 @@ def want():
 
 
 def run(name, want, steps=40, **fields):
-    """Decode as ``want`` did, with the same logits; return the counters. No thread stays."""
+    """Decode, with the logits of ``want``; return the counters. After closing no thread stays."""
     others = {*threading.enumerate()}
     with loaded(TINY_MOE, **{"slots": SLOTS, **fields}, prefetch=name) as model:
         if name == "oracle":

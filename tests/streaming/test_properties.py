@@ -221,7 +221,7 @@ calls = st.tuples(
 
 
 def test_a_layer_that_lost_experts_looks_for_them_again():
-    """The layer's map from experts to slots is made anew when the slots change."""
+    """A layer's map from experts to slots is made anew when its slots change."""
     with loaded(TINY_MOE, slots=64) as model:
         residency = session_of(model).residency
         own, experts, indices = residency.layers[0], list(range(64)), mx.arange(8).reshape(1, 1, 8)

@@ -76,7 +76,7 @@ def assert_arrived(reads, data=DATA):
 
 
 def assert_reads(reader, reads, data=DATA):
-    """Every byte arrives, and the counters say so."""
+    """Assert that every byte arrives and is counted."""
     before = reader.reads, reader.nbytes, reader.read_s
     reader.read(ranges_of(reads))
     assert_arrived(reads, data)

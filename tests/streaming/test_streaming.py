@@ -195,7 +195,7 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
 
 @pytest.mark.parametrize("mode", ("resident", *STREAMED))
 def test_footprint_is_what_load_takes(stored, mode):
-    """The family's experts have biases, which stay in memory."""
+    """gpt_oss's experts have biases, which stay in memory."""
     path = stored("gpt_oss", WEIGHTS)
     predicted = moelab.footprint(path, moelab.StreamConfig(mode=mode, slots=K + 1))
     with loaded(path, mode=mode, slots=K + 1) as model:
@@ -320,7 +320,7 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
 @on_host
 @pytest.mark.parametrize("mode", ["resident", *STREAMED])
 def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkeypatch, mode):
-    """Without CUDA a slot may be one record."""
+    """Without CUDA a slot may be one record, whose parts are not contiguous."""
     monkeypatch.setattr(bank, "ROOM_SHARE", 100)
 
     def form(layer, *args, **kwargs):
