@@ -57,7 +57,7 @@ class hooked:
 
 
 def methods(cls: type) -> dict[str, Callable]:
-    """Return a module class's Python methods by name; after ``call_instead`` the changed copies."""
+    """Return a module class's Python methods by name. ``call_instead`` replaces them by copies."""
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     return {
         name: getattr(f, "copy", f)

@@ -55,7 +55,7 @@ SLOW = {
     "::test_the_same_logits_and_counters_that_add_up": "-16-lru|lookahead-8-lfu|40-direct|8-sta",
     # Each mode and the prefetcher stay, with MLX's kernels.
     "::test_threads_in_turn_and_at_once": "small reads-.*-mlx|reader threads-fused-mlx",
-    # One setting of each way to read stays.
+    # One case of each way to read experts stays in ``make test``.
     "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}|slots-.*router",
     # Both drafts stay, with a streamed model and with a resident one (5 times as slow).
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",

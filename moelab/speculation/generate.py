@@ -44,7 +44,7 @@ class Round:
 
     number: int  # from 0
     drafted: int = 0  # tokens that the draft proposed
-    accepted: int = 0  # drafted tokens that the target chose too, without its own next token
+    accepted: int = 0  # drafted tokens that the target chose, too; its own next token does not count
     draft_s: float = 0.0  # seconds until the drafts were there
     verify_s: float = 0.0  # seconds of the verify pass; without drafts: until a token came
 

@@ -114,7 +114,7 @@ def _most_chosen(checkpoint, model, modules):
 
 
 def _checked_top_k(checkpoint, config, model, modules, found, always):
-    """Check that K fits the experts and the slots; return K as the model chooses it."""
+    """Check that K is not above the number of experts or slots; return the K that the router uses."""
     file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in modules)
     K = config.top_k if config.top_k is not None else found[2] if found else 1
     if not 1 <= K <= E:

@@ -335,7 +335,7 @@ def memory_for_a_model() -> int:
 
 
 def _for_a_model():
-    """Return what a plan may fill here, and a pair: bytes available, bytes kept for the system."""
+    """Return the bytes a plan may fill, and a pair: bytes available, bytes kept for the system."""
     memory, kept = _memory()
     (total, _), held = HERE.memory(), mx.get_active_memory()
     return Most(*(min(memory, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)

@@ -25,8 +25,9 @@ from .trial import Trial
 # first expert outside the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
 # experts outside the slots are needed; they are 61% of all misses. Without ``SURE``: 71%, 76%.
 SURE = 1.5
-# A layer's named experts are read if at least this share of them is right: on a machine where reads
-# take the cores' time, a wrong guess cost about twice what a right guess gained (one run, n=4).
+# The experts that ``Router`` names in a layer are read if at least this share of them was right so
+# far. On a machine where reads take the cores' time, a wrong guess cost about twice what a right
+# guess gained (one run, n=4).
 WORTH = 0.66
 
 

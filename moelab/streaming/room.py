@@ -110,7 +110,7 @@ class Room:
         return (self._residency.nbytes + free - nbytes) // self._plan.facts.slot_nbytes
 
     def _keep(self, fitting):
-        """Set how many slots are kept when ``fitting`` slots fit; warn if slots get fewer."""
+        """Set how many slots are kept if memory has room for ``fitting``; warn if they get fewer."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
         more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # leaves memory to spare

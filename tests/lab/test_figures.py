@@ -196,7 +196,7 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
     for text, times in STDERR.items():  # a progress bar is dropped, a warning is not
         assert html.unescape(page).count(text) == times
     assert page.count('<a href="index.html">') == 2 and page.count('<a href="01_next.html">') == 3
-    text = (built / "index.html").read_text()  # the question, the answer, and that a cell failed
+    text = (built / "index.html").read_text()  # the page has the question and the answer, and says that a cell failed
     assert '<a href="00_first.html">Why a &lt; b?</a>' in text and pages.FAILED in text
     assert "By <strong>1</strong>," in text and "Limits" not in text
     assert "<script" not in text and 'href="javascript' not in text

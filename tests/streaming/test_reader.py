@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 def ask(file, places):
-    """Reads of ``(offset, bytes of each view)`` into new memory."""
+    """Return a read into new memory for each of ``places``: (offset, bytes of each view)."""
     return [Read(file, at, [memoryview(bytearray(n)) for n in sizes]) for at, sizes in places]
 
 

@@ -41,7 +41,7 @@ class SlotTable:
         self.slot_of = {}  # the slot of every expert held, least recently used first
         self._free = list(range(num_slots))[::-1]
         self._counts, self._decay = defaultdict(float), EVICTION[policy]
-        # A use adds this number now. The number grows from call to call, so that the counts of
+        # A use of an expert adds this number to its count. The number grows from call to call, so that the counts of
         # earlier uses need not shrink.
         self._one = 1.0
 
