@@ -36,8 +36,8 @@ from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is i
 compiled.keep_own()
 
 __version__ = "0.2.0"
-# Each record names the engine's version. Raise the version when the engine reads or computes
-# something else than before, or at another moment.
+# Each record names the engine's version. Raise the version when a change of the engine alters what
+# it reads or computes, or when it does so.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -17,7 +17,7 @@ from pathlib import Path
 from . import __version__, interrupts
 
 DIVIDED = ("generate", "serve")  # commands that ``mlx.launch`` may start in several processes
-COMMANDS = {  # by name: the command's module, and what the command does
+COMMANDS = {  # each command's module, and what the command does
     "check": ("lab.check", "does this machine have what it takes?"),
     "generate": ("commands.generate", "continue a prompt"),
     "cache-prompt": ("commands.cache_prompt", "read the beginning of prompts once, for generate"),
@@ -31,7 +31,7 @@ COMMANDS = {  # by name: the command's module, and what the command does
 
 
 class _Help(argparse.HelpFormatter):
-    """Starts the help of long options on the options' line, and breaks no option at a hyphen."""
+    """Puts a long option and its help on one line, and breaks no option at a hyphen."""
 
     def __init__(self, prog):
         super().__init__(prog, max_help_position=32)
@@ -89,7 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_options(name, command, words):
-    """End the command at an option that it does not have, and name the option that may be meant."""
+    """End the command if it lacks a given option, and name the option that may be meant."""
     from difflib import get_close_matches
 
     known = {option: option for action in command._actions for option in action.option_strings}
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # nobody reads stdout any more, as in "... | head -1"
-        return 141  # a shell's status of a command that SIGPIPE ended
+        return 141  # as shells report a command that SIGPIPE ended
     except (ValueError, OSError, MemoryError, ModuleNotFoundError) as error:  # printed as one line
         said = str(error)
         if isinstance(error, OSError) and error.strerror:  # without Python's "[Errno 2]"
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _check_current_folder():
-    """Raise an error that names a removed current folder; later errors would not name it."""
+    """Raise if the current folder was removed; later errors would not name the folder."""
     try:
         os.getcwd()
     except FileNotFoundError as error:

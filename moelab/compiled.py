@@ -1,7 +1,7 @@
 """Makes MLX compile in a folder that this user owns.
 
-On a CPU MLX compiles kernels in ``TMPDIR/mlx``, which belongs to the first user who ran MLX. MLX
-of another user cannot write there, and would run what the first user put there.
+On a CPU MLX compiles kernels in ``TMPDIR/mlx``, which belongs to the first user who ran MLX.
+Another user's MLX cannot write there, and would run the kernels that the first user left there.
 """
 
 import os

@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 CLEANED = "a . a ? a ! a , a ' a n't a 'm a 's a 've a 're"  # clean-up drops spaces from this text
-UNSURE = " 'nvr"  # after one of these, the next character may make clean-up drop a space
+UNSURE = " 'nvr"  # the character after one of these may make clean-up drop a space
 
 
 class Detokenizer(StreamingDetokenizer):
@@ -19,11 +19,11 @@ class Detokenizer(StreamingDetokenizer):
     mlx-lm's detokenizers decode the tokens as if no prompt came before. The classes for byte-level
     BPE and SentencePiece drop the first space, which may belong to an indentation. The naive class
     drops a space after each line break, and adds text that clean-up later changes. Here a token
-    adds the bytes that it has in the middle of a text. Half a character waits for its other bytes.
+    adds the bytes that it gives inside a text. An unfinished character waits for its other bytes.
 
     If bytes are not valid UTF-8, the whole characters among them stay, as in mlx-lm. ``decode``
-    would replace these characters, too, in a row of SentencePiece's byte tokens. A tokenizer whose
-    decoder looks at a token's neighbours, like GPT-1's, needs mlx-lm's own class.
+    would also replace the whole characters in a run of SentencePiece's byte tokens. A tokenizer
+    whose decoder looks at a token's neighbours, like GPT-1's, needs mlx-lm's own class.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -34,7 +34,7 @@ class Detokenizer(StreamingDetokenizer):
             ids, plain = encode(CLEANED), partial(self._decode, clean_up_tokenization_spaces=False)
             if plain(ids) != self._decode(ids):
                 self._decode, self._clean = plain, tokenizer.clean_up_tokenization
-        self._amid = encode("a")  # put on both sides of a token to find its bytes
+        self._amid = encode("a")  # tokens on both sides of a token whose bytes are looked for
         self._before = len(self._decode(self._amid))
         self._behind = len(self._decode(2 * self._amid)) - self._before
         self.reset()
@@ -63,7 +63,7 @@ class Detokenizer(StreamingDetokenizer):
         return "".join(self._pieces[begin:])
 
     def add_token(self, token: int) -> None:
-        """Add a token, and its text as far as later tokens cannot change it."""
+        """Add a token, and the part of its text that later tokens cannot change."""
         self.tokens.append(token)
         self._add(self._utf8.decode(self.bytes_of(token)))
 

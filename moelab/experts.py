@@ -1,7 +1,7 @@
 """Which parts of a model are experts, and where each expert's bytes lie in the files.
 
-A model's ``sanitize`` renames, splits or stacks tensors. ``locate_experts`` finds, without reading,
-where each expert's tensors came from. ``streaming/build.py`` says what a new family needs.
+A model's ``sanitize`` renames, splits or stacks tensors. ``locate_experts`` finds where each
+expert's tensors came from, and reads none. ``streaming/build.py`` says what a new family needs.
 """
 
 from math import prod
@@ -48,7 +48,7 @@ def read_experts(tensor: ExpertTensor) -> mx.array:
 def locate_experts(
     model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
 ) -> dict[str, ExpertTensor]:
-    """Find where the experts' parameters, given by their paths in the model, lie in the files.
+    """Find where the experts' parameters lie in the files; ``wanted`` has the parameters by path.
 
     The model's ``sanitize`` runs on placeholders. A placeholder that comes out unchanged is a whole
     tensor on disk. Other placeholders are followed row by row; a parameter is left out if an
@@ -90,22 +90,22 @@ def _sanitized(model, checkpoint):
 def unchanged(
     model: nn.Module, checkpoint: Checkpoint, wanted: dict[str, mx.array]
 ) -> dict[str, Tensor]:
-    """Return the tensors on disk, by path, that are wanted parameters without any change."""
+    """Return, by path, the tensors of wanted parameters that ``sanitize`` does not change."""
     *_, same = _sanitized(model, checkpoint)
     return {p: same[p] for p, a in wanted.items() if p in same and same[p].shape == a.shape}
 
 
 def _expert_tensor(path, places, nbytes, p):
-    """Make one parameter of all experts from each expert's ``places``: (tensor, first byte)."""
+    """Make an ``ExpertTensor``; ``places`` has each expert's tensor and first byte in it."""
     files, offsets = [t.file for t, _ in places], [t.offset + first for t, first in places]
     return ExpertTensor(path, files, offsets, nbytes, p.shape[1:], places[0][0].dtype)
 
 
 def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
     # The placeholder of each changed tensor holds row numbers in two equal columns. Two columns
-    # take little memory, and show a transposition or any arithmetic.
+    # take little memory, and reveal a transposition or any arithmetic.
     numbered, starts, sources = dict(placeholders), [], []
-    row = 1 << 40  # too large for a narrower type, so that a cast to one is noticed
+    row = 1 << 40  # so large that a cast to a narrower type would change it
     for name in changed:
         t = checkpoint.tensors[name]
         rows, width = (t.shape[:-1], t.shape[-1]) if len(t.shape) > 1 else (t.shape, 1)

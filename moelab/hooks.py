@@ -15,9 +15,9 @@ class _Hooked:
 
 @dataclass(eq=False)
 class hooked:
-    """Inside the block, ``module`` calls ``hook(original, *args, **kwargs)``, not ``original``.
+    """Inside the block, a call of ``module`` is a call of ``hook(original, *args, **kwargs)``.
 
-    Hooks may end in any order; after the last one ends, the module has its own class again. The
+    Hooks may end in any order; the module has its own class again after the last hook ends. The
     hook that began last is called first; an ``innermost`` hook is called last. Entering the block
     again takes about 2 us, so a pass may hook every layer.
     """
@@ -31,7 +31,7 @@ class hooked:
         """Begin to call the hook, as entering the block does."""
         module, method = self.module, self.method
         if not isinstance(module, _Hooked):
-            # By plain assignment nn.Module would register the dictionary as parameters.
+            # A plain assignment would register the dictionary as the module's parameters.
             object.__setattr__(module, "_hooks", {})
             module.__class__ = _hooked_class(type(module))
         cls = type(module)
@@ -57,7 +57,7 @@ class hooked:
 
 
 def methods(cls: type) -> dict[str, Callable]:
-    """Return a module class's Python methods by name. ``call_instead`` replaces them by copies."""
+    """Map names to the Python methods of a class, or to the copies that ``call_instead`` made."""
     mro = [c for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module]
     return {
         name: getattr(f, "copy", f)
@@ -68,7 +68,7 @@ def methods(cls: type) -> dict[str, Callable]:
 
 
 def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
-    """Copy a function; the copy finds ``names`` in place of its module's names."""
+    """Copy a function; in the copy's globals ``names`` have new values."""
     copy = FunctionType(
         f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
     )
@@ -79,7 +79,7 @@ def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
 def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
     """Return the name of the first original that another library has replaced; "" for none.
 
-    An original is a triple: the owner (a class, a Python module or a module's names), a name in it,
+    An original is a triple: the owner (a class, a Python module or its globals), a name in it,
     and the value that the name had at first.
     """
     for owner, name, value in originals:
@@ -90,10 +90,10 @@ def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
 
 
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
-    """Let a module's methods call ``replace(f)`` where they call the function ``f`` named ``name``.
+    """Let a module's methods call ``replace(f)``, where ``f`` is the global function ``name``.
 
-    The module gets another class. Its methods call the original ``f`` in training. The methods call
-    the replacement while another library has replaced ``f`` or the former class's method.
+    The module gets a subclass of its class. The former class's method runs in training, and
+    while another library has replaced ``f`` or that method.
     """
     cls = type(module)
     own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that a call finds
@@ -115,7 +115,7 @@ def _calling(cls, name, replace, found):
 
 
 def _unless_replaced(cls, key, own, name, instead):
-    """Make a method that calls ``instead`` as long as nobody replaces the method or its callee."""
+    """Make a method that calls ``instead`` unless somebody has replaced ``own`` or its callee."""
     originals = (cls, key, own), (own.__globals__, name, own.__globals__[name])
     copy = with_globals(own, {name: instead})
 

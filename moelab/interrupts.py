@@ -68,7 +68,7 @@ def _kill_children():
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo`` if Ctrl-C ends the block and print its text; if ``after``, call it always."""
+    """Call ``undo`` and print its words if Ctrl-C ends the block; ``after``: call it at any end."""
     _undo.append(undo)
     try:
         yield
@@ -80,7 +80,7 @@ def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]
 
 @contextmanager
 def written(file: Path) -> Iterator[Path]:
-    """Yield a path to write to; the block's end renames it to ``file``, an error removes it."""
+    """Yield a path to write to; a file there is renamed to ``file``, or removed after an error."""
     beside = file.with_name(f"{file.stem}.{os.urandom(8).hex()}{file.suffix}")
     with undone(partial(beside.unlink, missing_ok=True)):
         yield beside
@@ -88,7 +88,7 @@ def written(file: Path) -> Iterator[Path]:
 
 
 class held:
-    """Inside the block Ctrl-C waits, until ``look`` or the end of the block raises it.
+    """Inside the block a Ctrl-C waits until ``look`` or the block's end raises it.
 
     Only Python's own handler is replaced, in the main thread: other threads get no exception.
     """

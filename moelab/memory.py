@@ -42,13 +42,13 @@ WHY_LEFT = (
 )
 # A plan for a Mac may swap with these probabilities, by field of ``Most``. A probability is the
 # gain of the slots divided by the cost of swapping. Assumed gains: a few more slots 1%, a slot for
-# every expert 50%. If no more than K slots in each layer fit, a model is refused when swapping is
-# more probable than not.
+# every expert 50%. A model that gets only K slots in each layer is refused if swapping is more
+# probable than not.
 RISKS = 0.01 / (CLIFF - 1), 0.5 / (CLIFF - 1), 0.5
 
 
 class Most(NamedTuple):
-    """The most bytes a plan may fill with slots for some experts, for all, for K in each layer."""
+    """A plan's byte limits: with slots for some experts, for every expert, for K in each layer."""
 
     some: float
     every: float
@@ -73,7 +73,7 @@ def _log_need(ram_nbytes):
 
 
 def _cgroups() -> Iterator[tuple[Path, int]]:
-    """Yield folder and limit of this process's memory cgroup and of each above it, if limited."""
+    """Yield (folder, limit) of each limited memory cgroup: this process's own and those above."""
     try:
         groups = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
     except OSError:
@@ -86,7 +86,7 @@ def _cgroups() -> Iterator[tuple[Path, int]]:
         for folder in [here, *here.parents]:
             # Above memory.high the kernel slows a process down until it hardly runs.
             for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
-                with suppress(OSError, ValueError):  # not there, or "max"
+                with suppress(OSError, ValueError):  # no such file, or "max"
                     limit = int((folder / name).read_text())
                     if limit < 1 << 60:  # cgroup v1 writes a larger number for no limit
                         yield folder, limit
@@ -95,7 +95,7 @@ def _cgroups() -> Iterator[tuple[Path, int]]:
 
 
 def memory_limit() -> int | None:
-    """The smallest memory limit of the cgroups this process is in, in bytes, or None."""
+    """The smallest memory limit of this process's cgroups, in bytes; None: no limit."""
     return min((nbytes for _, nbytes in _cgroups()), default=None)
 
 
@@ -107,14 +107,14 @@ def _held(folder):
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             continue
-        prefix = "total_" if "total_inactive_file" in stat else ""  # v1: with all groups below
+        prefix = "total_" if "total_inactive_file" in stat else ""  # v1: sums of all groups below
         pages = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
         return used - pages - int(stat.get("slab_reclaimable", 0))
     return 0
 
 
 def memory_in_cgroups() -> int | None:
-    """Bytes this process's cgroups still allow, if page cache is dropped; None: no limit."""
+    """Bytes that this process's cgroups still allow if page cache is dropped; None: no limit."""
     return min((nbytes - _held(folder) for folder, nbytes in _cgroups()), default=None)
 
 
@@ -125,11 +125,11 @@ def memory_available() -> int:
 
 
 def swapped_s() -> tuple[float, float] | None:
-    """Return the seconds of swapping in so far, and the total seconds if all pages came back.
+    """Return the seconds of swapping in so far, and what they become if all pages are swapped in.
 
-    Linux: pages of this process, also pages of code that are read again from files; None if no
-    page is in swap. Mac: the pages that all programs have in the memory compressor, from which
-    macOS swaps; None while memory is not short.
+    On Linux this process's pages count, also code that is read again from its file; None if no
+    page is in swap. On a Mac all programs' pages in the memory compressor count, from which macOS
+    swaps; None while memory is not short.
     """
     pages = HERE.swapped_pages()
     return pages and tuple(n * PAGE_S for n in pages)

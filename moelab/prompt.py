@@ -45,7 +45,7 @@ def render(
     """Apply the chat template with the user's arguments ``config`` and mlx-lm's ``options``."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options, **config or {})
-    except Exception as error:  # whatever a template or its arguments raise
+    except Exception as error:  # a template can raise any error
         given = f" with {', '.join(config)}" if config else ""
         raise ValueError(
             f"chat template of the tokenizer: it fails for messages of "

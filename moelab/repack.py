@@ -37,7 +37,7 @@ class Gain(NamedTuple):
     """How fast this machine reads experts as they lie on disk, and in one piece."""
 
     reads: int  # pieces in which an expert lies on disk
-    bytes_per_s: np.ndarray  # ``[n, 2]``: as they lie, and in one piece; timed back to back
+    bytes_per_s: np.ndarray  # ``[n, 2]``: in their pieces, in one piece; timed back to back
 
     @property
     def quartiles(self) -> np.ndarray:
@@ -45,7 +45,7 @@ class Gain(NamedTuple):
         return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
 
     def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """Return the speedups of a text that took ``time_s``, with ``wait_s`` of reads in it."""
+        """Return a repack's speedups for a run of ``time_s`` that waits ``wait_s`` for reads."""
         return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
 
     def __str__(self):
@@ -59,9 +59,9 @@ class Gain(NamedTuple):
 
 
 def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
-    """Time reads of random experts as they lie, and of as many bytes in one piece, for some 0.2 s.
+    """Compare reads of random experts in their pieces with reads in one piece, for some 0.2 s.
 
-    Each read asks for as many experts as a token does in a layer. Pages in the page cache are read
+    Each read asks for as many experts as a token needs in a layer. Pages in the page cache are read
     from there, unless the reader reads past it. Returns None if experts lie in one piece already.
     """
     layers = expert_ranges(facts.located)
@@ -91,14 +91,14 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
 
 
 def _in_one_piece(lies):
-    """Return one range in the file of an expert's first piece, as long as all its pieces."""
+    """Return one range, as long as all pieces of an expert together, in the first piece's file."""
     (file, first, _), size = lies[0], lies[0][0].stat().st_size
     nbytes = min(size, sum(n for *_, n in lies))
     return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]
 
 
 def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[ExpertTensor, int]]]:
-    """List for each layer the pieces in which an expert is read: (first parameter, bytes)."""
+    """List each layer's pieces of an expert, each read at once: (first parameter, bytes)."""
     layers = {}
     for name, t in located.items():
         layers.setdefault(name.rsplit(".", 2)[0], {})[name] = t
@@ -117,7 +117,7 @@ def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memo
     """Return the seconds that one call takes to read all ``wanted``: (file, first byte, bytes)."""
     reads, rooms, at = [], [], 0
     for file, first, nbytes in wanted:
-        # A range has the same offset in a memory page as in a file page: blocks are read whole.
+        # A range has equal offsets in its memory page and file page, for reads of whole blocks.
         at += (first - at) % PAGE_NBYTES
         reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
         rooms.append(address_of(memory) + at - first % PAGE_NBYTES)
@@ -134,8 +134,8 @@ def repack(
 ) -> Path:
     """Write a model folder for ``moelab.load`` with each expert's bytes in one piece.
 
-    ``library`` is that of ``StreamConfig``. ``out`` appears when its last byte is on disk and was
-    compared with the source.
+    ``library`` is as in ``StreamConfig``. ``out`` appears only when all its bytes are on disk and
+    were compared with the source.
     """
     out = Path(out)
     source = Checkpoint(model)
@@ -158,7 +158,7 @@ def repack(
     made = ("config.json", "model.safetensors.index.json")
     others = (f for f in source.path.iterdir() if f.suffix != ".safetensors" and f.name not in made)
     copied = [f for f in others if f.is_file() and f.name[0] != "."]  # not Finder's .DS_Store
-    # The files of a Hub snapshot are links into one folder. A link to elsewhere may show a secret.
+    # The files of a Hub snapshot link into one folder. Another link may lead to a secret file.
     places = {source.path.resolve(), *(file.resolve().parent for file in source.files)}
     for file in copied:
         if file.resolve().parent not in places:

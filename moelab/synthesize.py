@@ -1,7 +1,7 @@
 """``synthesize``: a random checkpoint with the exact layer shapes of a real model.
 
-The tensors' names and shapes are those of mlx-lm's model of the published configuration. The model
-writes noise, but each layer costs as much to read and to compute as the real one.
+The tensors have the names and shapes that mlx-lm's model has with the published configuration. The
+model writes noise, but each layer costs as much to read and to compute as the real one.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ from .configs import CONFIGS, one_of
 from .replay.by_token import GROUP_SIZE, SHARE, Routers, bf16, float32
 from .streaming.trace import Trace
 
-BITS = 4  # of a weight; mlx-lm's own default
-CHUNK_NBYTES = 16 << 20  # the bytes of a tensor that are in memory and written at once
+BITS = 4  # bits of a weight; mlx-lm's own default
+CHUNK_NBYTES = 16 << 20  # a tensor is made and written in pieces of about this size
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's; an installed moelab has no data/
 # Families that can be written with fewer layers. Configurations of other families list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
@@ -56,7 +56,7 @@ class NewTensor:
 
 
 def plan(config: dict, bits: int = BITS) -> tuple[list[NewTensor], dict]:
-    """The tensors of mlx-lm's quantized checkpoint, in the model's order, and its configuration."""
+    """The tensors (in the model's order) and configuration of mlx-lm's quantized checkpoint."""
     config = copy.deepcopy(config)
     model_class, args_class = model_classes(config)
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
@@ -142,7 +142,7 @@ def _header(tensors):
 
 
 def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
-    """Write a checkpoint of real sizes; its weights are zeros, a hole in a sparse file."""
+    """Write a checkpoint of real sizes. Its weights are a hole in a sparse file: all zeros."""
     tensors, config = plan(config, bits)
     header = _header(tensors)
     with open(folder / "model.safetensors", "wb") as file:
@@ -183,9 +183,9 @@ def synthesize(
 
     The checkpoint has the shapes of ``config``, or else of the model ``like`` (one of ``LIKE``). By
     default it has as many ``layers`` as the real model, ``vocab`` is the tokenizer's, and
-    ``tokenizer`` is tiny-moe's. ``routing`` is a trace or its file, recorded with the same
-    tokenizer: for the trace's text, the routers choose experts with the trace's locality. Without
-    ``routing`` the routers choose nearly uniformly, so that caches hit least.
+    ``tokenizer`` is tiny-moe's. ``routing`` is a trace (or its file) recorded with the same
+    tokenizer: the routers choose experts with the trace's locality for the trace's text. The
+    routers choose nearly uniformly without ``routing``, so that caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)
@@ -203,8 +203,8 @@ def synthesize(
     vocab = least if vocab is None else vocab
     if vocab < least:
         raise ValueError(f"vocab={vocab}: expected at least {least}, the tokenizer's own")
-    # Ids that the tokenizer cannot decode, and the end of the text, get a logit of zero, so that
-    # greedy decoding never picks them.
+    # The logit is zero for the end of the text and for ids that the tokenizer cannot decode, so
+    # that greedy decoding never picks them.
     silent_rows = sorted({*special, *range(least, vocab)})
     text.update(num_hidden_layers=layers, vocab_size=vocab)
 

@@ -30,7 +30,7 @@ class System:
     """An unknown system: its methods do nothing, and return None for what they cannot say."""
 
     def drop_pages(self, fd: int) -> str:
-        """Drop a file's pages from the cache, if allowed without root; return the call's name."""
+        """Drop a file from the page cache, if that needs no root; return the system call's name."""
         return "nothing is dropped on this system"
 
     def only_what_is_asked(self, fd: int) -> None:
@@ -40,7 +40,7 @@ class System:
         """Ask the system to read a range into the page cache."""
 
     def open_direct(self, path: str | Path) -> int:
-        """Open a file to read past the page cache, or through it where that is not possible."""
+        """Open a file for reads that bypass the page cache, where the system can do that."""
         return os.open(path, os.O_RDONLY)
 
     def is_alive(self, thread: int) -> bool:
@@ -56,7 +56,7 @@ class System:
         return found.total, found.available
 
     def swapped_pages(self) -> tuple[int, int] | None:
-        """Pages that came back from swap so far, and the sum of these and those still in swap."""
+        """The pages read back from swap so far; that number plus the pages still in swap."""
 
     def pressure(self) -> int | None:
         """How short memory is: 1 not short, 2 short, 4 very short."""
@@ -104,17 +104,17 @@ class Mac(System):
     MS_INVALIDATE = 2  # <sys/mman.h>
     THREAD, THREAD_NBYTES = 15, 112  # <sys/proc_info.h>: PROC_PIDTHREADID64INFO and its size
     # <mach/host_info.h>: HOST_VM_INFO64, then the indices of two counts of 4 bytes and of two of 8.
-    # (psutil's counts are not used: it counts files' pages as swapped.)
+    # (psutil's counts are not used: psutil counts files' pages as swapped.)
     VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
     # macOS 27 has more counts, after the old counts. It refuses some requests for the old counts
-    # alone (MIG_ARRAY_TOO_LARGE), such as psutil 7.2's, and then says how many words it has.
+    # alone, such as psutil 7.2's (MIG_ARRAY_TOO_LARGE). The refusal says how many words there are.
     TOO_LARGE, MOST_WORDS = -307, 1024
     _words = 38  # how many words of 4 bytes to ask for; revision 1 has 38
     _last = np.zeros(MOST_WORDS, np.uint32), 0  # the last counts of pages, and what MLX held then
 
     @cached_property
     def libc(self) -> ctypes.CDLL:
-        """The C library. (``fcntl`` is Python's, which knows how C passes optional arguments.)"""
+        """The C library. (But ``fcntl`` is Python's own, which passes C's optional arguments.)"""
         return ctypes.CDLL(None, use_errno=True)
 
     def drop_pages(self, fd):
@@ -161,7 +161,7 @@ class Mac(System):
             raise OSError("macOS does not say how much memory is free (host_statistics64)")
         free = int(counts[self.FREE]) + int(counts[self.INACTIVE])  # as psutil counts
         page, held = os.sysconf("SC_PAGE_SIZE"), mx.get_active_memory() + mx.get_cache_memory()
-        # A kernel asked often repeats its answer: count what MLX took or freed since then.
+        # The kernel repeats an old answer if asked often: add what MLX took or freed since then.
         if not np.array_equal(counts, self._last[0]):
             self._last = counts, held
         return os.sysconf("SC_PHYS_PAGES") * page, free * page + self._last[1] - held

@@ -34,9 +34,9 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("any machine")
 
-# Most cases of these tests are slow. Every n-th case stays in ``make test``, or each case whose id
-# matches a pattern. A slow case repeats a property on more families, seeds or settings and is never
-# the only test of something. Comments say why the cases that stay are enough.
+# Most cases of these tests are slow. A number n keeps every n-th case in ``make test``; a pattern
+# keeps the cases whose id it matches. A slow case repeats a property on more families, seeds or
+# settings and is never the only test of something. Comments say why the kept cases are enough.
 SLOW = {
     # Every family streams in test_family_streams; here every third is enough.
     "::test_lookahead_in_every_family": 3,
@@ -57,13 +57,13 @@ SLOW = {
     "::test_threads_in_turn_and_at_once": "small reads-.*-mlx|reader threads-fused-mlx",
     # One case of each way to read experts stays in ``make test``.
     "::test_an_interrupt_at_any_line": "small reads-{'policy'|reader threads-{}|slots-.*router",
-    # Both drafts stay, with a streamed model and with a resident one (5 times as slow).
+    # Both drafts stay: one with a streamed model, one with a resident model (5 times as slow).
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
     "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
     # Each sixth case stays. The others try the same rule with other samplers.
     "::test_the_same_seed_writes_the_same_text": 6,
-    # The policy stays: it chooses several numbers of drafts.
+    # The policy stays: it varies the number of drafted tokens.
     "::test_the_prompt_cache_is_left_as_mlx_lm_leaves_it": "auto",
     # A hybrid, a Mamba and an attention model stay.
     "::test_greedy_tokens_are_the_targets": "qwen3_5_moe|jamba|gpt_oss",
@@ -77,7 +77,7 @@ SLOW = {
 
 
 def pytest_configure(config):
-    """Handle Ctrl-C, also if a shell started pytest in the background and so had it ignored.
+    """Handle Ctrl-C even if a shell started pytest in the background, where Ctrl-C is ignored.
 
     On a GPU, compute with the precision of a CPU.
     """
@@ -88,7 +88,7 @@ def pytest_configure(config):
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m "not slow" deselects
+@pytest.hookimpl(tryfirst=True)  # runs before -m "not slow" deselects tests
 def pytest_collection_modifyitems(items):
     """Adds the marker ``slow`` to what ``SLOW`` names."""
     for test, stays in SLOW.items():
@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leave imported objects out of garbage collections: tests of open files collect often."""
+    """Exclude imported objects from garbage collection: tests of open files collect often."""
     gc.freeze()
 
 
@@ -141,7 +141,7 @@ def in_time():
 
 @pytest.fixture
 def run(capsys, monkeypatch):
-    """A function that runs a command; returns status, stdout, stderr's last line, all output."""
+    """A function that runs a command and returns status, stdout, stderr's last line, all output."""
 
     def run(*argv, stdin=None):
         if stdin is not None:

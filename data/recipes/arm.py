@@ -1,10 +1,10 @@
-"""Try kernels, reads and a text of each mode on an emulated 64-bit ARM processor.
+"""Test kernels and reads, and write a text in each mode, on an emulated 64-bit ARM processor.
 
     python data/recipes/arm.py FOLDER
 
-Needs Debian or Ubuntu with qemu-user-static. FOLDER gets the ARM Python of the same release and the
-newest packages for it (600 MB). Every eighth test of kernels and of the reader is run. A run takes
-ten minutes or more.
+The script needs Debian or Ubuntu with qemu-user-static. It installs the system's Python for ARM and
+the newest packages for this Python in FOLDER (600 MB). It runs every eighth test of the kernels and
+of the reader. A run takes ten minutes or more.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-GLIBC = (35, 34, 31, 28, 27, 26, 24, 17)  # N of the glibc versions 2.N that wheels are built for
+GLIBC = (35, 34, 31, 28, 27, 26, 24, 17)  # wheels are built for glibc 2.N with these N
 TEXTS = """
 import mlx_lm, moelab
 for mode in ("resident", "serial", "buffers", "stacked", "fused"):
@@ -34,7 +34,7 @@ raise SystemExit(pytest.main(words, plugins=[Sampled()]))
 def emulated(folder: Path) -> list[str]:
     """Return the command of an ARM Python with moelab's packages; install what is missing."""
     root, site, apt = (folder / name for name in ("root", "site", "apt"))
-    if not root.is_dir():  # this system's apt folders stay as they are
+    if not root.is_dir():  # apt writes under ``folder``, not in this system's folders
         for part in ("lists/partial", "archives/partial"):
             (apt / part).mkdir(parents=True)
         (apt / "status").touch()
@@ -56,7 +56,7 @@ def emulated(folder: Path) -> list[str]:
             [sys.executable, "-m", "pip", "install", "-q", "--no-warn-conflicts", *words],
             check=True,
         )
-    # With g++ in PATH, MLX would compile for the wrong machine; without g++ it does not compile.
+    # PATH has no g++: MLX would compile with g++ for the wrong machine.
     values = {"PYTHONHOME": root / "usr", "PYTHONPATH": f"{site}:{ROOT}", "PATH": "/nothing"}
     values |= {"MOELAB_FAST": 1, "MOELAB_FUZZ": 10, "HF_HUB_OFFLINE": 1}
     given = (word for key, value in values.items() for word in ("-E", f"{key}={value}"))
@@ -64,7 +64,7 @@ def emulated(folder: Path) -> list[str]:
 
 
 def main(folder: str) -> bool:
-    """Print how many texts equal this machine's, run the tests, and return whether all passed."""
+    """Print how many texts are as on this machine, run the tests, return whether all passed."""
     arm = emulated(Path(folder).absolute())
     here, there = (
         subprocess.run([*python, "-c", TEXTS], cwd=ROOT, check=True, capture_output=True, text=True)

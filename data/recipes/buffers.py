@@ -1,7 +1,7 @@
-"""Time a dense and an MoE model of equal size on a GPU, by MLX's settings of command buffers.
+"""Time a dense and an MoE model of equal size on a GPU, by MLX's command buffer settings.
 
     python data/recipes/buffers.py OUT.json                  a token's seconds, by setting
-    python data/recipes/buffers.py OUT.json MODEL            operations in each layer, MODEL's too
+    python data/recipes/buffers.py OUT.json MODEL            operations in each layer, also of MODEL
     python data/recipes/buffers.py OUT.json MODEL kernels    a token's seconds on the GPU, by kernel
 
 Notebook 10 reads the records. MLX reads its settings once, so each setting has its own process.
@@ -66,7 +66,7 @@ def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
     for model in models.values():
         model.set_dtype(default_dtype())
         nn.quantize(model, 64, 4)
-        for layer in model.layers:  # one at a time: unquantized, a layer takes 8 times the memory
+        for layer in model.layers:  # one at a time: an unquantized layer takes 8 times the memory
             mx.eval(layer.parameters())
         mx.eval(model.parameters())
         model.eval()
@@ -114,7 +114,7 @@ def count(path):
 
 
 def kernels(path, tokens=64, rounds=5):
-    """Measure GPU seconds per token by kind of kernel; they include those of a short prompt."""
+    """Measure GPU seconds per token by kind of kernel, a short prompt's seconds included."""
     from torch.profiler import ProfilerActivity, profile
 
     model = resident(path)

@@ -2,14 +2,14 @@
 
     python data/recipes/clients.py [codex] [ai-sdk]
 
-Codex and the AI SDK have HTTP clients of their own. LangChain, pydantic-ai and aider ask through
-OpenAI's and Anthropic's Python packages, which tests/server runs.
+Codex and the AI SDK have HTTP clients of their own. LangChain, pydantic-ai and aider use OpenAI's
+and Anthropic's Python packages, and tests/server tests these packages.
 
 npm fetches each client into a folder of its own under build/clients. The scripted model thinks,
 calls two tools at once, is silent for 30 seconds and writes 2,000 words. Codex has to read a file,
-change the file and run a command. The AI SDK has to run the called tool. It also has to read
-objects of a JSON schema, which tiny-moe writes. The script prints a table (client, version, what
-the client did) and exits with 1 if a client failed.
+change the file and run a command. The AI SDK has to run the called tool, and to read objects
+that tiny-moe writes by a JSON schema. The script prints a table (client, version, what the client
+did) and exits with 1 if a client failed.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Print bits per byte of held-out text, by a checkpoint and by ``xz -9e``, and experts' shares.
+"""Print the bits per byte of held-out text by a model and by ``xz -9e``, and experts' shares.
 
     python data/recipes/evaluate.py data/models/tiny-moe
 
@@ -15,7 +15,7 @@ import moelab
 from moelab.lab import quality
 from moelab.lab.texts import heldout_files
 
-WINDOW = 2048  # tokens; each window is predicted from its own tokens alone
+WINDOW = 2048  # tokens; the model reads nothing before a window
 
 
 def evaluate(path, texts):

@@ -2,7 +2,7 @@
 
     python data/recipes/memory.py OUT.json MODEL SLOTS TOKENS RUNS
 
-Claim A10 of docs/scorecard.md rests on this record. Each run has a process of its own.
+The record is the evidence for claim A10 of docs/scorecard.md. Each run has a process of its own.
 """
 
 import sys
@@ -19,7 +19,7 @@ from moelab.lab.texts import PROMPTS
 
 
 def counts(path, slots, tokens):
-    """Decode a long greedy text in this process; return a row of memory every few tokens."""
+    """Decode a long greedy text in this process; measure memory every few tokens."""
     model, tokenizer = load(path, StreamConfig(slots=slots))
     rows, swapped = [], psutil.swap_memory().sout
     with model:

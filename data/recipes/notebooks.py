@@ -6,7 +6,7 @@
 A figure becomes a picture. A widget becomes its first figure, with a line that says how to move its
 sliders. A drawing of docs/drawings becomes an attached picture, which a copy of the notebook keeps.
 A notebook stays as it was if a cell fails. With MOELAB_FAST=1 the sizes are small, and the
-notebooks go to build/notebooks. Needs kaleido, Pillow and Chromium.
+notebooks go to build/notebooks. The script needs kaleido, Pillow and Chromium.
 """
 
 import base64
@@ -26,8 +26,8 @@ from moelab.lab.plots import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 800  # CSS pixels
-# Matches a path of the machine that ran the notebook. JSON doubles a backslash of this path.
-# tests/test_docs.py forbids such paths.
+# Matches a path of the machine that ran the notebook; tests/test_docs.py forbids such paths. JSON
+# writes a path's backslash twice.
 MACHINE = re.compile(r"(?<![\w./])(/home/|/Users/|/root/|/tmp/|/work/|/private/|[A-Z]:\\\\)")
 # plotly warns that its options are ignored, because this script starts kaleido's server itself.
 warnings.filterwarnings("ignore", "The kopts argument")
@@ -69,7 +69,7 @@ def embed(cell):
 
 
 def executed(source):
-    """Run a notebook; return its file's text for GitHub, and an error; one of the two is empty."""
+    """Run a notebook; return its file's text for GitHub and "", or "" and an error."""
     notebook, failed = pages.run(source)
     if failed:
         return "", failed

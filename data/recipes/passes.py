@@ -21,7 +21,7 @@ ROUNDS = 20
 
 
 def reader(model, ids, at):
-    """Return a function that times a pass over the next tokens and takes all but one back."""
+    """Return a function that times a pass over the next tokens, then undoes all but one."""
     kv = make_prompt_cache(model)
     mx.eval(model(mx.array([ids[:at]]), cache=kv), [c.state for c in kv])
     rollback = Rollback(model, kv)

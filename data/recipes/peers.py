@@ -17,11 +17,11 @@ or lengths of prompts (``126,400,800``). A WORD is
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
 - ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
 - ``warmup=32``: tokens after the prompt that are read before the clock starts; ``tokens=32``:
-  tokens that are timed after them; ``seconds=30``: each of the two ends after 30 seconds at most;
+  tokens that are timed then; ``seconds=30``: warm-up and timing each end after 30 s at most;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
-A llama.cpp built with CUDA crashed in a process that had loaded MLX: both bring parts of the C++
-library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both use the system's C++ library.
+llama.cpp built with CUDA crashed in a process that had loaded MLX: each has its own parts of the
+C++ library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both use the system's library.
 """
 
 import ctypes
@@ -81,7 +81,7 @@ def install():
 
 
 def is_built(name):
-    """Whether a peer's packages have their pinned versions; moelab and mlx-lm need none."""
+    """Whether a peer's packages have their pinned versions; moelab and mlx-lm pin none."""
     pinned = (package.split("==") for package in PACKAGES.get(name, ()))
     found = importlib.metadata.distributions
     return all(v in [d.version for d in found(name=n, path=[str(WORK)])] for n, v in pinned)
@@ -117,7 +117,7 @@ def opened(peer, path, context, **options):
     ``path`` is a GGUF file, mlx-vlm's folder or the checkpoint. ``options`` are those of
     ``mlx_vlm.load``, of ``StreamConfig``, or llama.cpp's ``experts_on_cpu``.
     """
-    sys.path.append(str(WORK))  # after moelab's environment, whose packages come first
+    sys.path.append(str(WORK))  # last: packages of moelab's environment come first
     if peer == LLAMA_CPP:
         return _llama(path, context, **options)
     if peer == MLX_VLM:
@@ -152,7 +152,7 @@ def _llama(path, context, experts_on_cpu=False):
     from llama_cpp._ggml import libggml
 
     # llama.cpp must not copy weights into layouts for special instructions. With AMX's layout it
-    # crashed. And if memory is short, the system can drop pages of the file, but no copies.
+    # crashed. The system can drop pages of the file if memory is short, but it cannot drop copies.
     model_params = c.llama_model_default_params()
     model_params.use_extra_bufts = False
     if experts_on_cpu:
@@ -189,9 +189,9 @@ class _Override(ctypes.Structure):
 
 
 def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
-    """Make one run of ``against`` in this (new) process and return its columns.
+    """Make one run of ``against`` in this (new) process and return the run's columns.
 
-    ``seconds`` limits the warm-up, and then the timed tokens.
+    ``seconds`` limits the time of the warm-up, and separately that of the timed tokens.
     """
     read, said = opened(peer, path, len(ids) + len(feed) + 1, **options)(), []
 
@@ -255,7 +255,7 @@ def against(
             options = {"slots": "auto"} | options
         elif peer == MLX_VLM and nbytes:
             others = sum(p.stat().st_size for p in file.glob("*.safetensors"))
-            # Half of what is left is for experts, the other half for buffers and the page cache.
+            # Experts get half of the memory that is left; buffers and the page cache get the rest.
             options = {"expert_cache_gb": max(0, nbytes - others) / 2e9}
         arguments = peer, str(file), *text, seconds, options
         made, done = limit.call(sample_here, *arguments, what=given, nbytes=nbytes)

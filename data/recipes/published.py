@@ -12,7 +12,7 @@ The rows are those of ``data/published.csv``. Three things were fixed before ``f
 (``why_not``), which sources are for the fit and which for judging the planner (``side``), and how
 the planner is judged (``by_source``, ``GOALS``).
 
-In the file ``verified`` is ``record read`` (the authors' dated records or benchmark pages),
+The column ``verified`` says ``record read`` (the authors' dated records or benchmark pages),
 ``claim`` (a thread or a README) or ``not read again`` (from an earlier list of ours). ``ssd_from``
 names the source of the SSD's rate; ``contradicts`` names a row with another figure. Figures are
 those of the authors. If a field is empty, the source does not state it.
@@ -35,8 +35,8 @@ from moelab.replay.machine import CHIPS, Machine, typical_trace
 from moelab.replay.pagecache import replay
 from moelab.shipped import shipped
 
-# What the planner has to reach on the sources that it was not fitted to. A factor is the larger of
-# predicted / published and published / predicted; a source's factor is the median over its rows.
+# The largest factors allowed on sources that the planner was not fitted to. A factor is the larger
+# of predicted / published and published / predicted; a source's factor is the median over its rows.
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one source.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
@@ -59,16 +59,16 @@ MODELS = {
     "Laguna-S2.1 117B": "laguna-s-2.1",
     "OLMoE 7B": "olmoe-1b-7b",
 }
-MOST_CONTEXT = 8192  # tokens: with more, caches take much of a token's time
-# Methods with other arithmetic than a streaming engine's, or with answers that are not the model's.
+MOST_CONTEXT = 8192  # tokens; with a longer context caches take much of a token's time
+# Methods whose arithmetic is not a streaming engine's, or whose answers are not the model's.
 OTHER_METHODS = ("serial", "TurboQuant", "skipped", "top-p", "mmap")
 OTHER_DEVICES = ("RTX", "Vulkan", "phone")
 # Cores of computers that are not Macs
 CORES = {"4 vCPU Xeon 2.8 GHz VM": 4, "Ryzen AI Max+ 395 (Strix Halo)": 16}
 # GB/s of a chip's slower version, by the GB of its memory
 SLOWER = {("M4 Max", 36): 410, ("M5 Max", 36): 460, ("M3 Max", 36): 300}
-TOKENS = 400  # tokens of the trace; half of them fill the caches
-# The columns of a row from which a prediction follows.
+TOKENS = 400  # tokens of the trace; the first half only fills the caches
+# A row's prediction depends on these columns.
 SETTING = ["model", "bits", "top_k", "machine", "ram_gb", "ssd_gb_s"]
 SETTING += ["slots_or_cache", "slots", "held_gb", "hit_rate"]
 
@@ -101,7 +101,7 @@ def side(group):
 
 
 def why_not(row):
-    """Say why a row does not count; empty if it does."""
+    """Return why a row does not count; an empty text if the row counts."""
     stated = row.held_gb == row.held_gb or row.slots == row.slots
     stated |= row.slots_or_cache == "page cache"
     in_memory = row.slots_or_cache == "all" or row.hit_rate == 1
@@ -135,7 +135,7 @@ def factor(a, b):
 
 
 def reached(sources):
-    """Compute the figures that ``GOALS`` bound, from the sources that the fit left out."""
+    """Compute the figures that ``GOALS`` limits, from the sources that the fit left out."""
     off = sources[sources.side == "left out"].factor
     found = off.median(), off.quantile(0.8), off.max()
     return dict(zip(GOALS, map(float, found)))
@@ -172,7 +172,7 @@ def _held(row, plan):
 
 
 def predict(row):
-    """Predict what a token takes with a row's model, machine and slots."""
+    """Predict a token's time with a row's model, machine and slots, by a replay."""
     plan, machine = plan_of(row), machine_of(row)
     facts, (L, K, E) = plan.facts, plan.facts.shape
     one, held = L * facts.expert_nbytes, _held(row, plan)
@@ -181,7 +181,7 @@ def predict(row):
     arrays = 0 if row.slots_or_cache == "page cache" else plan.other_nbytes + held * one
     costs = machine.costs(facts, arrays)
     costs = costs.without_reads() if slots == E else costs
-    # The stated number of slots is taken as it is; the page cache gets what memory is left.
+    # The replay has the row's number of slots; the page cache gets the rest of the memory.
     memory = max(machine.memory_nbytes, other + slots * one)
     sizes = {"expert_nbytes": facts.expert_nbytes, "other_nbytes": other}
     trace = typical_trace(facts, TOKENS)
@@ -266,7 +266,7 @@ def speeds():
     return f"{sources.round(2).to_string()}\n\nleft out: {reached(sources)}"
 
 
-# Our own speeds: where they were measured, records of costs and of speeds, number of layers.
+# Our own speeds: the place of measurement, its records of costs and of speeds, number of layers.
 OWN = (
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_478", 4),
     ("2 cores, 4 layers", "cpu_costs_35b", "cpu_slots_956", 4),
@@ -277,7 +277,7 @@ FULL_VOCABULARY = 248_320
 
 
 def own():
-    """Tabulate our own speeds beside those that follow from costs of the same machine."""
+    """Tabulate our own speeds beside the speeds planned from the same machine's costs."""
     rows = []
     for where, costs, speeds, layers in OWN:
         plan, found = page_cache.machine_and_model(records.read(costs))

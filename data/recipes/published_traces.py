@@ -3,7 +3,7 @@
     git clone https://github.com/Helldez/BigMoeOnEdge
     python data/recipes/published_traces.py BigMoeOnEdge
 
-Reads the files of one commit of that clone (a bare clone will do). See the README of the traces.
+The script reads files of one commit of that clone, which may be bare. See the traces' README.
 """
 
 import csv
@@ -18,7 +18,7 @@ from moelab import DATA, Trace
 COMMIT = "2d4f2b11db128cbe32da738ce114c0479542f458"
 FOLDER = "docs/bench-data/2026-07-15-route-trace"
 PROMPT = "Explain how a mixture-of-experts model decides which experts handle each token."
-# The name of the made file: the source's file, and the model with its recorded top-k.
+# The name of a new file: the name of its source file, and the model with its recorded top-k.
 TRACES = {
     "qwen3-30b-a3b": ("qwen", "Qwen3-30B-A3B-Q4_K_M, top-6 in place of 8"),
     "gemma-4-26b-a4b": ("gemma", "gemma-4-26B-A4B-it-Q4_K_M, top-6 in place of 8"),

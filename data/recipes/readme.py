@@ -46,7 +46,7 @@ def against(name, memories, column="tok_s"):
 
 
 def table(head, *rows):
-    """Write rows of cells in Markdown; a slash replaces a bar, which would end its cell."""
+    """Write rows of cells in Markdown; ``/`` replaces ``|``, which would end a cell."""
     rows = (head, ["---"] * len(head), *rows)
     return "\n".join(f"| {' | '.join(str(c).replace('|', '/') for c in row)} |" for row in rows)
 
@@ -73,7 +73,7 @@ In brackets: the share of the experts that is in memory. The speeds are likely w
 
 
 def numbers():
-    """Write the block of what was measured."""
+    """Write the block of measured numbers."""
     full, half = "cpu_against_35b_full", "cpu_slots_956"
     auto, plain = "fused/slots=auto/context=512/prefetch=none", "fused/slots=48"
     memories = {f"{gb} GB": f"{gb}000 MB" for gb in (4, 8, 15)} | {"24 GiB, all": "no limit"}

@@ -51,7 +51,7 @@ def bench_reads(path, depths, nbytes, rounds):
 
 
 def _experts_of_largest_file(path):
-    """Return the largest file with experts, and what is read of each layer's experts in it."""
+    """Return the largest file with experts, and the parts of each layer's experts in the file."""
     layers = expert_ranges(ModelFacts.of(path, StreamConfig()).located)
     file = max({t.files[0] for of in layers for t, _ in of}, key=lambda f: f.stat().st_size)
     here = ([(t, n) for t, n in of if t.files[0] == file] for of in layers)
@@ -59,7 +59,7 @@ def _experts_of_largest_file(path):
 
 
 def _read_experts(file, layers, depth, nbytes, order):
-    """Measure bytes per second of distinct experts in random order."""
+    """Read distinct experts in random order; return bytes per second."""
     places = [(of, e) for of in layers for e in range(len(of[0][0].offsets))]
     order.shuffle(places)
     one = max(sum(n for _, n in of) for of in layers)

@@ -3,7 +3,7 @@
     python data/recipes/records.py                   lists the parts, and which records are old
     python data/recipes/records.py ladder prompts    measures two parts
     python data/recipes/records.py cpu_ladder_35b    measures one record
-    python data/recipes/records.py old               measures the old ones; after a stop, the rest
+    python data/recipes/records.py old               measures old records; after a stop, the rest
 
 A record is old if ``moelab.ENGINE`` was raised since, or if its host's speed drifted while it was
 measured. A record of MLX alone has ``engine: null``.
@@ -28,7 +28,7 @@ from moelab.lab import records
 from moelab.lab.machine import card, engine_of
 
 RESULTS, WORK = DATA / "results", DATA.parent / "build" / "records"
-WORDS = ("what", "part", "make", "notebook")  # of a header; a new measurement keeps them
+WORDS = ("what", "part", "make", "notebook")  # a new record keeps these words of its header
 CHECKPOINTS = {
     "tiny": "models/tiny-moe",
     "dflash": "models/tiny-dflash",
@@ -42,7 +42,7 @@ CHECKPOINTS = {
     "q35_routed_packed": "repack {q35_routed}",
     "q35_full_packed": "repack {q35_full}",
 }
-SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # tell a round's rows apart
+SETTINGS = ("shape", "what", "where", "side", "model", "misses")  # differ in a round's rows
 MEASURED = ("_s", "seconds", "hit_rate", "tau", "bits")  # columns with these endings are compared
 
 
@@ -59,7 +59,7 @@ class Places(dict):
 
 
 def run(command):
-    """Run a record's command; raise OSError if it fails, unless it only found other tokens."""
+    """Run a record's command; raise OSError if it fails, but not if only tokens differ."""
     done = subprocess.run([sys.executable, *command.split()[1:]], cwd=DATA.parent)
     if done.returncode not in (0, 3):
         raise OSError(f"{command}: exit status {done.returncode}")
@@ -80,7 +80,7 @@ def measured(name, header):
 
 
 def changes(old, new):
-    """Return a line for each figure whose intervals lie apart in two records, then a count."""
+    """Return a line for each figure whose intervals in two records do not meet, and a count."""
     found, both, was = [], 0, groups(old)
     for key, samples in groups(new).items():
         if key in was:
@@ -92,7 +92,7 @@ def changes(old, new):
 
 
 def old(header):
-    """Return why a record is to be measured anew; empty if it is not."""
+    """Return why a record is old; an empty text if it is not old."""
     engine, drift = engine_of(header.get("machine", {})), records.drift(header["rows"])
     told = [f"engine {engine}"] if engine < moelab.ENGINE else []
     return ", ".join([*told, f"drift {drift:.0%}"] if drift > records.DISTURBED else told)
@@ -112,7 +112,7 @@ def groups(samples):
 
 
 def main(*names):
-    """Measure parts or records; a disturbed run is not kept, and makes the exit status 1."""
+    """Measure parts or records; if a run is disturbed, drop it and exit with status 1."""
     headers = {p.stem: read_json(p) for p in sorted(RESULTS.glob("*.json"))}
     parts = {}
     for name, header in headers.items():

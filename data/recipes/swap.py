@@ -2,12 +2,12 @@
 
     python data/recipes/swap.py OUT.json MODEL LIMIT TAKEN SECONDS ROUNDS
 
-``LIMIT`` and ``TAKEN`` are bytes. Each round starts the model with and without the watch on swap,
-in a cgroup that may swap to a file. After a tenth of the time another program in the group takes
-``TAKEN`` bytes in ten steps, over half of the time, and locks them, so that they are not swapped.
+``LIMIT`` and ``TAKEN`` are bytes. Each round runs the model with and without moelab's watch on
+swap, in a cgroup that may swap to a file. From 10% to 60% of the time another program in the group
+takes ``TAKEN`` bytes in ten steps, and locks these bytes against swapping.
 
-The model does not see the group's limit, as in a container whose pod has the limit. So its figures
-of free memory look fine while the model is swapped, as on a Mac. This script needs root.
+The model does not see the group's limit, as in a container whose pod has the limit. So free memory
+looks sufficient to the model while the model is swapped, as on a Mac. This script needs root.
 """
 
 import ctypes
@@ -71,7 +71,7 @@ def swapping(nbytes, swap_nbytes):
 
 @contextmanager
 def started(prepared, *words, hidden=False):
-    """Start this script with some words in a cgroup; ``hidden`` hides the cgroup's limit."""
+    """Start this script with arguments in a cgroup; ``hidden`` hides the cgroup's limit."""
 
     def before_exec():
         prepared.before_exec()
@@ -94,7 +94,7 @@ def swapped_nbytes():
 
 
 def decode(path, variant, seconds, row_s, pause_s=0.0):
-    """Decode greedily for some seconds, and print a row after every ``row_s`` of them."""
+    """Decode greedily for ``seconds``, and print a row every ``row_s`` seconds."""
     if variant == VARIANTS[1]:
         room.swapped_s = lambda: None
     model, tokenizer = load(path)

@@ -2,8 +2,8 @@
 
     python data/recipes/to_gguf.py MODEL OUT.gguf
 
-Each of MLX's 4-bit groups of 64 weights becomes two ``Q4_1`` blocks of 32 with the same codes; its
-scale and bias are rounded to float16. Other weights become float32; 8-bit ones are dequantized.
+Each of MLX's 4-bit groups of 64 weights becomes two ``Q4_1`` blocks of 32 with the same codes; the
+group's scale and bias are rounded to float16. Other weights, also those in 8 bits, become float32.
 """
 
 import json
@@ -104,7 +104,7 @@ def _fields(config, name):
 
 
 def _tensors(path, config):
-    """Map llama.cpp's names to tensors, not evaluated: uint8 blocks of ``Q4_1``, or float32."""
+    """Map llama.cpp's names to lazy tensors: uint8 blocks of ``Q4_1``, or float32."""
     stored = {}
     for file in sorted(path.glob("model*.safetensors")):
         stored |= mx.load(str(file))
@@ -135,7 +135,7 @@ def _tensors(path, config):
         heads = first + (order[:, None] * width + np.arange(width)).ravel()
         return mx.take(array, mx.array(np.concatenate([np.arange(first), heads])), axis)
 
-    def columns(array):  # columns are bytes of blocks, or weights
+    def columns(array):  # a column is a byte of blocks, or a weight
         return reordered(array, value_dim * (20 if array.dtype == mx.uint8 else 32) // 32, axis=-1)
 
     all_keys = 2 * keys * key_dim
@@ -170,8 +170,8 @@ def _tensors(path, config):
 def _blocks(w, scales, biases):
     """Turn codes ``[..., groups * 8]`` (uint32), scales and biases ``[..., groups]`` into blocks.
 
-    The result is ``[..., groups * 40]`` (uint8). A block has a float16 scale and bias, then byte j
-    holds codes j and j + 16.
+    The result is ``[..., groups * 40]`` (uint8). A block has a float16 scale and bias, then 16
+    bytes of codes: byte j has codes j and j + 16.
     """
     groups = scales.shape
     packed = w.view(mx.uint8).reshape(*groups, BLOCKS, CODE_BYTES)

@@ -18,7 +18,7 @@ import moelab
 from moelab import DATA
 from moelab.lab.texts import heldout_files
 
-# By kind of text: the held-out file, and the character after its licence and imports.
+# For each kind of text: the held-out file, and the first character after licence and imports.
 TEXTS = {
     "code": ("scrapy__core__downloader__handlers___base_streaming.py", 1500),
     "tests": ("networkx__algorithms__connectivity__tests__test_connectivity.py", 300),
@@ -30,16 +30,16 @@ SEED, TEMPERATURE = 0, 0.8  # of the sampled trace
 
 
 def texts(model_path) -> dict[str, str]:
-    """Read the held-out text of each kind, from the character where the text begins."""
+    """Read the held-out text of each kind, without its licence and imports."""
     files = heldout_files(Path(model_path) / "heldout")
     return {kind: files[name][start:] for kind, (name, start) in TEXTS.items()}
 
 
 def record(model, tokenizer, text, name, tokens=DECODE, sampled=False) -> moelab.Trace:
-    """Record the routing of a text's first ``PROMPT`` tokens and, one at a time, ``tokens`` more.
+    """Record the routing of a text's first ``PROMPT`` tokens, then of ``tokens`` more, one by one.
 
     The tokens after the prompt are the text's own, as if the model wrote this text. If ``sampled``,
-    they are those that the model writes.
+    the model itself writes these tokens.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     prompt, seed = mx.array(ids[:PROMPT]), SEED if sampled else None
@@ -47,7 +47,7 @@ def record(model, tokenizer, text, name, tokens=DECODE, sampled=False) -> moelab
         if sampled:
             mx.random.seed(SEED)
             sampler = make_sampler(TEMPERATURE)
-            # One more, because the model does not read the last sampled token.
+            # One token more, because the model does not read the last sampled token.
             for _ in generate_step(prompt, model, max_tokens=tokens + 1, sampler=sampler):
                 pass
         else:

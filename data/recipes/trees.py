@@ -3,7 +3,7 @@
     python data/recipes/trees.py [--rounds 9] [--limit MB] [--first 8] [--warm 20] [--tokens 80]
         [--prompts [126,400]] [--out FILE] NAME=TREE,MODEL[,OPTION=VALUE ...] ...
 
-Each of the compared ways has a NAME. TREE is a checkout, as ``git worktree add --detach ../other
+NAME names one of the compared ways. TREE is a checkout, as ``git worktree add --detach ../other
 COMMIT`` makes one; options are those of ``StreamConfig``, ``policy=lru``
 (``residency.table.EVICTION``), or ``limit=MB`` (0: none) in place of ``--limit``. A round runs all
 ways in random order, each in a new process. Under a limit (memory of the process and its page
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def measure(model_path, options, file, first, warm, tokens, prompts, record, **_):
-    """Time a run in this process's tree, in seconds unless a figure's name says otherwise."""
+    """Time a run of this process's checkout; figures are seconds if they name no other unit."""
     begin = time.perf_counter()
     import mlx.core as mx
     import numpy as np
@@ -90,7 +90,7 @@ def spoil(right, found):
         top_k = experts.session.top_k if len(taken) < num_experts else 0
         for at in product(range(len(p)), range(top_k)):
             if likely[at] not in held and (drawn := rng.random()) >= found:
-                while (other := rng.randrange(num_experts)) in taken:  # quick: most are free
+                while (other := rng.randrange(num_experts)) in taken:  # quick: few are taken
                     pass
                 changed[at] = other
                 p[at] = p[at] if drawn < found / right else -1  # -1: the expert is not named
@@ -101,7 +101,7 @@ def spoil(right, found):
 
 def way(words, args):
     """Return a way's name, and a function that runs it in a new process and returns the row."""
-    from moelab.lab import limit, oscache  # not in the new process, whose tree may lack them
+    from moelab.lab import limit, oscache  # a compared checkout may lack these modules
 
     name, tree, model, *words = words.replace("=", ",", 1).split(",")
     words, trace = (word.split("=", 1) for word in words), str(ROOT / "build" / f"trees-{name}.npz")

@@ -23,7 +23,7 @@ FORKED = (
     "it with multiprocessing's 'spawn', and load the model in it."
 )
 TRIES = threading.Lock()  # held while ``mx.async_eval`` is replaced
-FORK_S = 2  # if an idle stream takes longer to synchronize, its thread is missing
+FORK_S = 2  # an idle stream that takes longer to synchronize has no thread
 # The id of a process that is known to have MLX's threads; None in a child that may be a fork.
 _computes = os.getpid() if parent_process() is None else None
 
@@ -73,7 +73,7 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors together."""
+        """The number of bytes of all tensors together."""
         experts = sum(t.nbytes * len(t.offsets) for t in self.packed.values())
         return experts + sum(t.nbytes for t in self.tensors.values())
 
@@ -153,7 +153,7 @@ def check_fork() -> None:
 
 
 def model_classes(config: dict, library: str = "auto") -> tuple[type, type]:
-    """Return the classes of a model and its arguments; ``auto`` picks the library that has them."""
+    """Return a model class and its class of arguments; ``auto`` picks the library that has them."""
     library = vlm.library_of(config) if library == "auto" else library
     return vlm.classes(config) if library == "mlx-vlm" else mlx_lm_utils._get_classes(config)
 
@@ -187,7 +187,7 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
 
 
 def remedy(path: Path, config: dict) -> str:
-    """Say what to do with a folder that mlx-lm cannot load; name another library's format."""
+    """Say what to do with a folder that mlx-lm cannot load; name a format of another library."""
     text, key = config.get("text_config"), "quantization_config"
     said = config.get(key) or (text.get(key) if isinstance(text, dict) else None)
     if not said and (path / "hf_quant_config.json").exists():
@@ -253,7 +253,7 @@ def try_out(checkpoint: Checkpoint, model: nn.Module, cache: list | None = None)
     """Call the model on two tokens, so that MLX checks types and shapes, and evaluate nothing.
 
     Each token has a call of its own: some of mlx-vlm's blocks evaluate if they get several tokens.
-    Its qwen4_exp calls ``mx.async_eval`` after each layer, which would read every expert.
+    mlx-vlm's qwen4_exp calls ``mx.async_eval`` after each layer, which would read every expert.
     The logits are None if the family needs a kernel that this machine does not have.
     """
     caller = threading.get_ident()

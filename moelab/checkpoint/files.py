@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..interrupts import undone
 
 FOR_MLX = "Take a version made for MLX, or convert the original one with mlx_lm.convert."
-# ``sample`` reads this many blocks of this size: 2 ms on an SSD if the page cache lacks them.
+# The number and size of the blocks that ``sample`` reads, in 2 ms from an SSD.
 BLOCKS, BLOCK_NBYTES = 16, 4096
 
 
@@ -38,7 +38,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def readable(what: str, remedy: str = "Download it again.") -> Iterator[None]:
-    """Make a CheckpointError of whatever another library raises while it reads a damaged file."""
+    """Raise a CheckpointError in place of any error of another library that reads a file."""
     try:
         yield
     except CheckpointError:
@@ -59,7 +59,7 @@ def sample(fd: int) -> int:
     """Return a checksum of blocks spread over an open file, from its first byte to its last.
 
     A program that writes over a file can put the mtime back, so the mtime is not enough. The ctime
-    changes too often: also by chmod, a link, or an attribute such as Finder's.
+    changes too often: chmod, a new link or an attribute such as Finder's changes it, too.
     """
     last = max(0, os.fstat(fd).st_size - BLOCK_NBYTES)
     places = (last * i // (BLOCKS - 1) for i in range(BLOCKS))
@@ -67,7 +67,7 @@ def sample(fd: int) -> int:
 
 
 def read_json(file: Path, like: dict | None = None) -> dict:
-    """Read the JSON object in a file; it must have the keys of ``like``, each with its type."""
+    """Read the JSON object in a file; the object must have the keys and types of ``like``."""
     regular_file(file)
     with readable(f"{file}: not JSON:"):
         content = json.loads(file.read_bytes().decode())

@@ -21,7 +21,7 @@ DTYPES = {
 }  # fmt: skip
 
 MAX_DIMENSION = 2**31  # MLX counts the elements along a dimension in 32 bits
-PAGE_NBYTES = 4096  # every expert of a packed file begins on a page of the disk
+PAGE_NBYTES = 4096  # each expert's offset in a packed file is a multiple of a page
 GATE_UP = ("gate_proj", "up_proj")  # the projections that ``fused`` mode joins
 
 DTYPE_NAMES = {dtype: name for name, dtype in reversed(DTYPES.items())}
@@ -128,7 +128,7 @@ def header_bytes(header: dict, align: int = 8) -> bytes:
 
 
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
-    """Read where a repacked layer's experts lie in its file; version 0.1 wrote no checksum."""
+    """Read where experts lie in a repacked layer's file; files of version 0.1 have no checksum."""
     tensors = read_header(file, "repack the model again")
     lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
     with readable(lies, "Repack the model again."):

@@ -29,9 +29,9 @@ DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
 # mlx-vlm's other dependencies are for images and audio: --no-deps leaves them out.
 INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # parts with configuration objects
-ARRAYS = nn.Module, list, dict, tuple, mx.array  # what a module counts among its parameters
-# In these families a compiled function keeps the length of a process's first text, so texts of
-# other lengths get wrong tokens (0.7.10). Loading such a model turns off MLX's compiling.
+ARRAYS = nn.Module, list, dict, tuple, mx.array  # types that a module searches for parameters
+# Families with a compiled function that keeps the length of the first text, so that texts of other
+# lengths get wrong tokens (0.7.10). Loading such a model turns off MLX's compiling.
 COMPILED_ONCE = {"hy_v4"}
 # Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
@@ -41,7 +41,7 @@ SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 
 
 class TextModel:
-    """Mixed into the class of an mlx-vlm model; ``library`` is the module of its family."""
+    """A mixin for the class of an mlx-vlm model; ``library`` is the module of its family."""
 
     batches = False  # mlx-lm's caches of several texts cannot do what mlx-vlm's blocks need
 
@@ -88,7 +88,7 @@ class TextModel:
 
         def predicate(path, module):
             said = own(path, module)
-            # mlx-vlm's group size for rows whose length the usual group size does not divide.
+            # mlx-vlm takes this group size if the usual one does not divide a row's length.
             least = said.get("fallback_group_size") if isinstance(said, dict) else None
             return said if least is None else {"group_size": least, "bits": 4, "mode": "affine"}
 
@@ -221,7 +221,7 @@ def library_of(config: dict[str, Any]) -> str:
 
 
 def _has(package, folder, kind):
-    """Whether a package's folder has a model type; no code of the folder is imported."""
+    """Return whether a package's folder has a model type; no code of the folder is imported."""
     spec = find_spec(package)
     for path in spec.submodule_search_locations if spec else ():
         file = Path(path) / folder / kind

@@ -1,4 +1,4 @@
-"""Types of arguments: each turns a text into a value, or raises an error with what is expected."""
+"""Types of arguments: each turns a text into a value; its error says what is expected."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from ..configs import one_of
 
 
 def _number(kind, what, least, most=10**9):
-    """Make the type of a number from ``least`` to ``most``, which ``kind`` reads from a text."""
+    """Make a type of numbers from ``least`` to ``most``; ``kind`` turns a text into a number."""
 
     def number(text):
         try:
@@ -69,7 +69,7 @@ def yes_or_no(text: str) -> bool:
 
 
 def or_word(word: str, value: Any, item: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Make a type that reads ``word`` as ``value`` and any other text as the type ``item`` does."""
+    """Make a type that turns ``word`` into ``value``; the type ``item`` reads any other text."""
 
     def either(text):
         try:
@@ -115,7 +115,7 @@ def name_of(names: Collection[str], also: str = "") -> Callable[[str], str]:
 
 
 def not_utf8(error: UnicodeError, where: str) -> str:
-    """Return an error's words: where a text is not UTF-8, and what to do."""
+    """Make an error message that says where a text is not UTF-8, and what to do."""
     return (
         f"expected UTF-8 text{where}, got {error.reason} at position {error.start}: "
         "convert it first, for example with iconv"

@@ -93,7 +93,7 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None = None) -> None:
-    """Add mlx-lm's options of sampling (None: all); its ``--top-k`` is ``--sampling-top-k``."""
+    """Add mlx-lm's sampling options (None: all), with ``--sampling-top-k`` for ``--top-k``."""
     for name, kind, default, what in (
         ("--temp", kinds.between(0), 0.0, "temperature; 0: always the most likely token"),
         ("--top-p", kinds.between(0, 1), 1.0, "the likeliest tokens that sum to this probability"),

@@ -47,7 +47,7 @@ def open_draft(
 
 
 def draft_config(path: str | Path, words: tuple[str, ...] = (LOOKUP, MTP)) -> dict:
-    """Read the configuration in a draft's folder; the error names ``words`` as alternatives."""
+    """Read the configuration in a draft's folder; the error says that ``words`` are taken, too."""
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ValueError(
@@ -71,7 +71,7 @@ def shared_policy(model: nn.Module, draft: Draft, num_draft_tokens: int | str) -
 def write(
     model: nn.Module, tokenizer, prompt: list[int], draft: Draft | None, drafted: int | str, **given
 ) -> Iterator[GenerationResponse]:
-    """Write a text as ``stream_generate`` does; each round a draft guesses ``drafted`` tokens."""
+    """Write a text as ``stream_generate`` does; a draft guesses ``drafted`` tokens a round."""
     if draft is None:
         return stream_generate(model, tokenizer, prompt, **given)
     given["num_draft_tokens"] = shared_policy(model, draft, drafted)

@@ -143,7 +143,7 @@ def _figures(r, needed):
 
 
 def _escaped(text):
-    r"""Replace ``\n`` by a line break and ``\t`` by a tab, and read the text as ``prompt_text``."""
+    r"""Replace ``\n`` by a line break and ``\t`` by a tab, and pass the text to ``prompt_text``."""
     return prompt_text(text.replace("\\n", "\n").replace("\\t", "\t"))
 
 

@@ -32,7 +32,7 @@ Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, ml
 
 
 def _unread(args, config):
-    """Return the command line's checkpoint, and its model as mlx-lm builds it, without weights."""
+    """Return the checkpoint that a command line names, and mlx-lm's model without weights."""
     checkpoint = Checkpoint(find(args.model))
     return checkpoint, build_model(checkpoint, config, trust_remote_code=args.trust_remote_code)[0]
 
@@ -140,7 +140,7 @@ def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> Non
 
 
 def _read(file, made=None):
-    """Read a file's caches and metadata; refuse a damaged file, and one whose ``made`` differs."""
+    """Read a file's caches and metadata; refuse a file that is damaged or has another ``made``."""
     held = read_header(file, "make it again")
     cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
@@ -154,7 +154,7 @@ def _read(file, made=None):
 
 
 def _check_fit(cache, made_of, name, checkpoint, model):
-    """Raise an error, of any type, unless this model can have made the caches."""
+    """Raise an error (of any type) if this model cannot have made the caches."""
     if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
         raise ValueError(f"it is a prompt cache of {made_of}")
     limits = {c.max_size for c in cache if isinstance(c, mlx_lm_cache.RotatingKVCache)}
@@ -172,7 +172,7 @@ def _check_fit(cache, made_of, name, checkpoint, model):
 
 
 class PromptFiles:
-    """Prompt cache files that a server reads at its start and writes at its end, in one folder.
+    """A folder of prompt cache files, which a server reads at its start and writes at its end.
 
     Damaged files, and files of another model, another draft or other options, are left alone, and
     stderr says why. A ValueError says why ``--prompt-cache-dir`` cannot be used.
@@ -185,7 +185,7 @@ class PromptFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, most: int, nbytes: int) -> list[Prompt]:
-        """Read the ``most`` newest prompts, at most ``nbytes`` in all; return them oldest first."""
+        """Return the newest prompts, oldest first: at most ``most``, of at most ``nbytes``."""
         prompts, files = [], []
         for file in self._folder.glob("prompt-????????????????.safetensors"):
             with _left_alone(file):
@@ -214,7 +214,7 @@ class PromptFiles:
         return tokens, cache, kind
 
     def write(self, prompts: Iterable[Prompt]) -> None:
-        """Write prompts, oldest first; delete a file that was read if its prompt was forgotten."""
+        """Write prompts, oldest first; delete files whose prompts were read and then forgotten."""
         for tokens, cache, kind in prompts:
             about = {"made": self._made, "tokens": json.dumps(tokens), "kind": kind}
             name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]

@@ -86,8 +86,8 @@ def _texts(args, path, config):
     alone = plan(path, config, trust_remote_code=args.trust_remote_code)
     more = args.decode_concurrency - 1
     if "decode_concurrency" not in getattr(args, "given", ()) and alone.caches_nbytes:
-        # The caches of more texts get at most an eighth of the memory. One text fewer than would
-        # fit is planned, since the available memory changes.
+        # The caches of further texts get at most an eighth of the memory. The plan has one text
+        # fewer than would fit, since the available memory changes.
         slots = (alone.prompt_slots - alone.top_k) * alone.facts.slot_nbytes
         free = alone.all_caches_nbytes - 2 * alone.caches_nbytes + slots
         free = max(0, min(alone.memory_nbytes // 8, free))

@@ -58,7 +58,7 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """Return the configuration of the options; SwiftLM's environment variables are defaults."""
+    """Return the configuration from the options, with SwiftLM's variables as defaults."""
     found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     fields = {ENVIRONMENT[name] for name in found}
     if "mode" in fields and "mode" not in getattr(args, "given", ()):

@@ -1,9 +1,9 @@
-"""Attention on a CPU: float32, for mlx-lm's ``scaled_dot_product_attention``.
+"""Attention on a CPU in float32, in place of mlx-lm's ``scaled_dot_product_attention``.
 
 MLX computes attention by two products of a BLAS (in its Linux packages the reference BLAS). Here
 values are added key after key, and a masked key adds exactly 0 to a query that sees any other key.
 So a token's result does not depend on how a text is divided into passes, if the cache holds the
-keys in order. A full rotating cache (gpt_oss, afmoe) does not: there the passes change results.
+keys in order. A full rotating cache (gpt_oss, afmoe) reorders keys: there passes change results.
 
 A sum over n keys may overflow if a value exceeds float32's largest number / n. A score may
 overflow, too. The result is then inf or NaN, where MLX's result may be finite.
@@ -19,7 +19,7 @@ from . import code, quantized, team
 from .code import F32, I32, I64, Code, address, ir, to_mlx
 from .rowwise import NUMBER_WORK
 
-# The most scores that are in memory at once: so many stay in a core's cache.
+# The most scores in memory at once: a core's cache holds so many.
 SCORES = 2**17
 
 
@@ -120,7 +120,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
 class _Softmax(Code):
     """Turns scores into softmax weights that are not yet divided by their sum.
 
-    ``sums`` has each row's sink (a score without a value) or -inf; the sink's weight replaces it.
+    ``sums`` has each row's sink (a score without a value) or -inf, and gets the sink's weight.
     If ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys.
     """
 
@@ -166,7 +166,7 @@ class _Softmax(Code):
 
 
 class _AddUp(Code):
-    """Writes weighted means y ``[rows, Dv]`` of values ``[keys, Dv]``; ``sums``: sinks' weights."""
+    """Writes weighted means y ``[rows, Dv]`` of the values; ``sums`` has the weights of sinks."""
 
     form = "Dv"
     signature = "*weights *values *sums *y rows keys"

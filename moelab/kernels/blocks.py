@@ -1,7 +1,7 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
 A block makes a dozen calls of native code. (MLX takes 16 to 60 us to evaluate one module.) The
-kernels take only float32 inputs without padding and mlx-lm's caches. A block calls mlx-lm's own
+kernels take only mlx-lm's caches, and float32 inputs without padding. A block calls mlx-lm's own
 modules in all other cases, in training, with hooks, or after a library replaced a function.
 """
 
@@ -26,7 +26,7 @@ class Recurred(NamedTuple):
 
     y: np.ndarray  # ``[n, D]``, the output
     before: np.ndarray  # ``[B, width - 1, C]``, the convolution's inputs before the tokens
-    qkv: np.ndarray  # ``[n, C]``, the convolution's inputs of the tokens
+    qkv: np.ndarray  # ``[n, C]``, the tokens' inputs to the convolution
     after: np.ndarray  # ``[B, width - 1, C]``, the convolution's inputs before the next token
     state: np.ndarray  # ``[B, Hv, Dv, Dk]``, the recurrent state after the tokens
     inputs: tuple  # arguments of ``gated_delta.recur``
@@ -39,7 +39,7 @@ class Recurred(NamedTuple):
 
 
 class Block(modules.Watched):
-    """Mixed into a class of mlx-lm's blocks. ``hooks.replaced`` checks its ``originals``."""
+    """A mixin for mlx-lm's classes of blocks; ``hooks.replaced`` checks its ``originals``."""
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
@@ -76,7 +76,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
-    """Return a parameter ``[size]``; a recorded program gets memory that nobody writes to."""
+    """Return a parameter ``[size]``; MLX does not write to it if a program is being recorded."""
     a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
@@ -125,7 +125,7 @@ class GatedDelta(Block):
         return [z if a is None else np.ascontiguousarray(a) for a, z in zip(given, zeros)]
 
     def keep(self, cache: ArraysCache, did: Recurred, state: mx.array | None = None) -> None:
-        """Put into a cache what the next tokens need (``state`` None: a copy of ``did.state``)."""
+        """Put into a cache what the next tokens need; copy ``did.state`` if ``state`` is None."""
         cache[0], cache[1] = to_mlx(did.after), to_mlx(did.state) if state is None else state
         cache.advance(len(did.y) // len(did.after))
         if self.recorder is not None:
@@ -263,7 +263,7 @@ class Attention(Block):
         return [*turned, v, q[..., D:]]
 
     def attend(self, q, k, v, mask, cache):
-        """Compute attention ``[B, heads, T, size]`` to the cache's tokens and to k and v."""
+        """Compute attention of q to the cache's tokens and to k and v: ``[B, heads, T, size]``."""
         if cache is not None:
             # The cache holds MLX arrays, and may be of any of mlx-lm's kinds.
             for name, a in ("keys", k), ("values", v):  # check before the cache is written to
@@ -279,7 +279,7 @@ class Attention(Block):
         return attention.attend(q, k, v, self.scale, mask)
 
     def leave(self, y: np.ndarray, gate: np.ndarray, found: list) -> np.ndarray:
-        """Return the output ``[n, D]`` for the attention's result ``[n, H, size]``."""
+        """Turn attention's result y ``[n, H, size]`` into the block's output ``[n, D]``."""
         n, H, size = y.shape
         y = y.reshape(n * H, size)
         if gate.shape[-1]:

@@ -30,7 +30,7 @@ def widest() -> int:
 
 
 def lanes(size: int) -> int:
-    """Return how many numbers of a row of this size are handled side by side."""
+    """Return how many numbers a kernel handles side by side in a row of this size."""
     return next(L for L in (16, 8, 4, 2, 1) if widest() >= L and size % L == 0)
 
 
@@ -58,7 +58,7 @@ class Memory:
         self._blocks, self._now, self._at = [], 0, 0
 
     def rewind(self) -> None:
-        """Give the same memory to the next arrays, which then share it with the earlier arrays."""
+        """Start over: the next arrays share the memory of the earlier arrays."""
         self._now = self._at = 0
 
     def empty(self, *shape: int) -> np.ndarray:
@@ -118,7 +118,7 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """Return a class's kernel for L lanes and a form. Its code has no addresses and is stored."""
+    """Return a class's kernel for L lanes and a form, stored because its code has no addresses."""
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:
@@ -144,7 +144,7 @@ class Kernel:
 class Code:
     """A function ``run(arguments, piece, pieces)``, which a subclass's ``write`` writes for LLVM.
 
-    ``form`` names its constants, ``signature`` its arguments; a star marks an address of floats.
+    ``form`` names the constants and ``signature`` the arguments; a star marks an address of floats.
     """
 
     form = signature = ""
@@ -263,7 +263,7 @@ class Code:
         return ir.Constant(self.floats, [float(x)] * self.L)
 
     def intrinsic(self, name, *vectors):
-        """Call LLVM's function that takes vectors of floats and gives one."""
+        """Call LLVM's function ``name``, which takes vectors of floats and returns one vector."""
         name = f"llvm.{name}.v{self.L}f32"
         found = self._module.globals.get(name)
         found = found or self._declare(name, self.floats, [self.floats] * len(vectors))
@@ -309,7 +309,7 @@ class Code:
         return self.fma(b.fmul(self.all(2), z), y, above)
 
     def share(self, n):
-        """Return the range, first and end, of the n items that this piece computes."""
+        """Return the range (first, end) of this piece's items among n items."""
         first, end = (self.mul(n, self.add(self.piece, i)) for i in (0, 1))
         return self.b.udiv(first, self.pieces), self.b.udiv(end, self.pieces)
 

@@ -1,4 +1,4 @@
-"""Computes a layer's experts with the kernels. Blocks call them through ``FastExperts``."""
+"""Computes a layer's experts with the kernels. Blocks call experts through ``FastExperts``."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -126,7 +126,7 @@ class ExpertCall:
 
 
 class PlacedExperts:
-    """A recorded program for one token x ``[1, D]``. Each run gets its experts' addresses."""
+    """A recorded program for one token x ``[1, D]``; each run is given its experts' addresses."""
 
     def __init__(self, found: Projections, x: Rows, K: int):
         gate_up, down = found
@@ -145,7 +145,7 @@ class PlacedExperts:
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):
-        """Record the products of row ``rows[k]`` with expert k's matrices, side by side in y."""
+        """Record row ``rows[k]`` times expert k's matrices; the products lie side by side in y."""
         K, n = len(rows), len(matrices)
         N = y.shape[1] // n
         numbers, at = quantized.in_order(n * K)
@@ -165,7 +165,7 @@ class PlacedExperts:
         return _form(found) == self._form
 
     def compute(self, pairs: np.ndarray, experts: np.ndarray) -> None:
-        """Compute as ``ExpertCall`` does; ``pairs`` are the places of ``experts`` among the K."""
+        """Compute as ``ExpertCall`` does; ``pairs`` are places of ``experts`` among a token's K."""
         both = self._found[0], self._found[1:]
         for (arguments, i, tasks, of_all), matrices in zip(self._calls, both):
             now = tasks[: len(pairs)]

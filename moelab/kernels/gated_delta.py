@@ -21,7 +21,7 @@ CHUNKED = "gated_delta_chunked"
 def gated_delta(
     q, k, v, g, beta, state=None, mask=None, steps=None, ops=of_mlx_lm.gated_delta_ops
 ) -> tuple[mx.array, ...]:
-    """Compute what mlx-lm's ``gated_delta_ops`` does, and call ``ops`` if the kernel does not fit.
+    """Compute mlx-lm's ``gated_delta_ops`` by a kernel, or by ``ops`` if the kernel does not fit.
 
     Shapes: q, k ``[B, T, Hk, Dk]``; v ``[B, T, Hv, Dv]``; g, beta ``[B, T, Hv]`` (g also
     ``[B, T, Hv, Dk]``); state ``[B, Hv, Dv, Dk]``; mask ``[B, T]``: tokens that change the state.
@@ -53,7 +53,7 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v must be contiguous."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
-    # Steps from token to token. If T = 1, the time axis may have any stride: take the batch axis.
+    # Distances between tokens. If T = 1, only the batch axis has a meaningful stride.
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),
@@ -75,7 +75,7 @@ def fast_update(update: Callable) -> Callable:
     def call(*args, use_kernel=True, **kwargs):  # ``use_kernel`` is False in training
         return (fast if use_kernel else update)(*args, use_kernel=use_kernel, **kwargs)
 
-    call.is_fast = True  # so ``recurrence`` reruns it, which is faster than keeping every state
+    call.is_fast = True  # ``recurrence`` reruns ``call``: this is faster than keeping every state
     return call
 
 

@@ -1,7 +1,7 @@
 """Decoder layers that compute without MLX's graph, and ``use``, which puts kernels into a model.
 
-For a short pass of one text a layer's calls are recorded once. From then on the layer is two or
-three calls of native code. A model's records share memory, so one thread at a time may call it.
+A layer's calls are recorded in a short pass of one text. Later passes of the same length take two
+or three native calls. A model's records share memory, so only one thread may call it at a time.
 """
 
 import sys
@@ -92,8 +92,8 @@ class DeltaPass:
         kept = self._mixer.recorder is not None
         in_place = not kept and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
-            # MLX writes into the state's memory if nobody else holds it, else into a copy. So only
-            # this pass holds the memory that MLX wrote to: this memory becomes the next state.
+            # MLX writes a number into the state's memory if nobody else holds it, else into a copy.
+            # This pass alone holds the memory that MLX wrote to, which becomes the next state.
             state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
             del now
             cache[1] = None
@@ -213,7 +213,7 @@ class Pass:
 
 
 def _state(modules):
-    """Return what must stay equal besides arrays, but not the layer's class: hooks change it."""
+    """Return what must stay equal besides arrays, without the layer's class, which hooks change."""
     return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
 
 

@@ -1,6 +1,6 @@
 """mlx-lm's modules that hold matrices, with the kernels of ``quantized.py``.
 
-A module with matrices computes as soon as it is called, and evaluates its input. MLX adds its bias.
+A module with matrices computes as soon as it is called, and evaluates its input. MLX adds biases.
 Where the kernels do not fit (half precision, other quantizations, a GPU), MLX computes the module.
 """
 
@@ -110,7 +110,7 @@ class Kept:
 
 
 class Watched:
-    """Mixed into a module. Drops the module's ``Kept`` if an array is read or anything is set."""
+    """A mixin: a module drops its ``Kept`` if anything is set or an array attribute is read."""
 
     def __getattr__(self, key):
         value = super().__getattr__(key)
@@ -179,7 +179,7 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """Return a view of ``a``, so that MLX does not write to its memory; ``a`` if MLX copied it."""
+    """Return a view that keeps MLX from writing to ``a``'s memory; ``a`` if the view is a copy."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -268,7 +268,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``; a call with strings tells."""
+    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``, found by a call with strings."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False
@@ -285,11 +285,11 @@ def _is_mlp(cls):
 
 
 class _Conv1d(_Fast):
-    """Convolves each channel with a filter, by lazy products. MLX takes ten times as long."""
+    """Convolves each channel by lazy products; MLX's convolution takes ten times as long."""
 
     @property
     def taps(self) -> Kept:
-        """The filters: ``made`` is numpy's array ``[width, C]``, ``owned`` are MLX's ``[C]``."""
+        """The filters: ``made`` is numpy's ``[width, C]``; ``owned`` is a list of MLX's ``[C]``."""
         weight, kept = self["weight"], self.__dict__.get("_kept")
         if kept is None or kept.arrays[0] is not weight:
             taps = np.ascontiguousarray(np.asarray(weight)[..., 0].T)

@@ -25,11 +25,11 @@ WORD = 32  # bits of a word of packed weights
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
 # Keys: how many rows of x share an unpacked weight. Values: how many rows of weights are computed
-# side by side. These rows lie far apart: a processor prefetches each of several ordered streams.
+# side by side. These rows lie far apart, so that a processor prefetches several streams at once.
 # Two cores of a Xeon read weights from memory at 29 GB/s if a task takes four rows that lie far
 # apart, and at 16 GB/s if it takes two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
-# How many int64 a task has. A task multiplies some rows of x with one matrix. Eight are
+# The number of int64 fields of a task, which multiplies rows of x with one matrix. Eight are
 # addresses: weights, scales, biases, x, sums of x, y, the task's row numbers in x, and those in y.
 # Three are counts: rows of x, rows of the matrix, and floats from one row of y to the next.
 TASK = 11
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, matrix: np.ndarray, x: np.ndarray, y: np.ndarray) -> "Parts":
-        """Group n products by matrix; each has a matrix, a row of x and a row of y."""
+        """Group n products by matrix; each product has a matrix, a row of x and a row of y."""
         order = np.argsort(matrix, kind="stable")
         found = np.unique(matrix[order], return_index=True, return_counts=True)
         return cls(*found, x[order], y[order])
@@ -201,7 +201,7 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 
 
 class _Packer(Code):
-    """Packs rows x in the order of ``Packed``, in blocks of the L * n inputs of L words."""
+    """Packs rows x in the order of ``Packed``; a block has the L * n inputs of L words."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"

@@ -184,7 +184,7 @@ class _Gated(Code):
 
 
 class _Convolution(Code):
-    """Convolutions over ``width`` tokens; ``after`` gets the inputs before the next tokens."""
+    """Convolutions over ``width`` tokens; ``after`` gets the inputs that the next tokens need."""
 
     form = "width"
     signature = "*before *x *taps *y *after B T C"

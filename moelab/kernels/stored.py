@@ -26,7 +26,7 @@ def load(name: str) -> bytes | None:
             found = os.fstat(file.fileno())
             _check(file.name, found)
             stored = file.read() if stat.S_ISREG(found.st_mode) else b""
-    except (OSError, RuntimeError):  # no home, no folder, no file
+    except (OSError, RuntimeError):  # the home, the folder or the file is missing
         return None
     digest, code = stored[:DIGEST_NBYTES], stored[DIGEST_NBYTES:]
     return code if digest == hashlib.sha256(code).digest() else None

@@ -37,7 +37,7 @@ MOST_PIECES = 2**NEXT_BITS - 1
 
 
 def pieces(work: int, most: int) -> int:
-    """Return into how many pieces, at most ``most``, to divide ``work`` multiply-adds."""
+    """Return the number of pieces, at most ``most``, for a job of ``work`` multiply-adds."""
     n = code.num_threads() if work >= SHARED_WORK else 1
     return 1 if n == 1 else max(1, min(n * PIECES, most, MOST_PIECES))
 
@@ -66,7 +66,7 @@ class Program:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block, record this thread's calls of ``run`` and do not make them."""
+        """In the block, this thread's calls of ``run`` are recorded and not made."""
         code.recording.program = self
         try:
             yield
@@ -265,7 +265,7 @@ class _Lead(_Shared):
 
 
 class _Serve(_Shared):
-    """Takes pieces until ``spins`` looks in a row found no piece."""
+    """Takes pieces until it has looked ``spins`` times in a row and found none."""
 
     signature = "team spins"
 

@@ -1,6 +1,6 @@
 """Measure the engine from outside and show what was measured. The engine does not import the lab.
 
-    lab/experiments/   measurements of a command or of several notebooks; notebooks make the rest
+    lab/experiments/   measurements for a command or several notebooks; others are in notebooks
     lab/records.py     the loop of every measurement, the form and statistics of a record
     lab/charts.py      charts of a table; lab/claims.py: verdicts; lab/plots/: sliders and pages
     lab/*.py           the other files are instruments: decoding, memory limit, texts
@@ -21,7 +21,7 @@ def preset(**sizes) -> SimpleNamespace:
 
     With ``MOELAB_FAST=1`` the second value of a pair is taken.
     """
-    shipped("results")  # raises if the records, which a notebook needs, are missing
+    shipped("results")  # raises if the records that a notebook needs are missing
     chosen = {
         name: v[FAST] if isinstance(v, tuple) and len(v) == 2 else v for name, v in sizes.items()
     }

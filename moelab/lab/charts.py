@@ -131,7 +131,7 @@ def lines(
 ) -> go.Figure:
     """Draw a line for each value of ``by``: medians over x, with quartiles as whiskers.
 
-    A ring marks each line's point at the x that a slider has ``chosen``.
+    A ring marks each line's point at x = ``chosen``, which a slider sets.
     """
     series = _grouped(samples, y, x, by)
     fig = _figure(samples, series, title, *axes, note, height=360)
@@ -193,7 +193,7 @@ def table(frame: DataFrame, form: str = "{:.3g}") -> None:
 
 
 def say(text: str) -> None:
-    """Show a sentence of Markdown that a cell made of its numbers."""
+    """Show a Markdown sentence that a notebook's cell made from numbers."""
     display({"text/markdown": text, "text/plain": text}, raw=True)
 
 

@@ -46,7 +46,7 @@ FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
 
 def dispatch_cost() -> tuple[float, float]:
-    """Return the seconds of a small operation, in a chain with one evaluation and by itself."""
+    """Return a small operation's seconds in a chain that is evaluated once, and by itself."""
 
     def timed(each):
         x, started = mx.zeros((1, 8)), time.perf_counter()
@@ -212,7 +212,7 @@ def _decoded(path, config, bar):
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
     """Print each finding, write all to ``file`` as a record, and return whether all is well."""
-    if model is not None:  # refuse at once a draft, and a model without experts
+    if model is not None:  # refuse a draft model or a model without experts at once
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}

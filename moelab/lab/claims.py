@@ -11,8 +11,8 @@ Else the regime is open, also if its record is missing or only a trial. A gate t
 there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
 none, so an interval below this bound refutes, too.
 
-A claim is said without a condition. So one regime can refute it, and more than half must confirm
-it. If some regimes confirm and others refute it, the verdict is ``depends``; else it is ``open``.
+Claims name no condition: one regime refutes a claim, and more than half of the regimes confirm it.
+The verdict is ``depends`` if some regimes confirm and others refute the claim; else it is ``open``.
 """
 
 import functools
@@ -29,7 +29,7 @@ VERDICTS = "confirmed", "refuted", "depends", "open", "not testable here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
 # Names that an expression may use, besides ``read``.
 NAMES = {"group": records.group, "of": records.values, "ratio": records.paired}
-# Keys: words in a source's name; the first that match count. Values: its address on GitHub.
+# Keys: words in a source's name; the first match counts. Values: the source's address on GitHub.
 SOURCES = {
     "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
     "dflash issue 91": "z-lab/dflash/issues/91",
@@ -86,7 +86,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """The claim's own reason, or how many regimes say so and the first regime's figure."""
+        """The claim's reason, or how many regimes give the verdict, with the first one's figure."""
         verdict = self.verdict
         if found := self.claim.get("cannot") or self.claim.get("why", {}).get(verdict):
             return found

@@ -60,9 +60,9 @@ def decode(
 ) -> Decoded:
     """Decode ``warmup + tokens`` tokens and time the prompt and the last ``tokens``.
 
-    Each token is scheduled before the last token is read, as in mlx-lm's ``generate_step``. But
-    nothing is scheduled when the clock starts or stops, so exactly ``tokens`` passes are timed.
-    ``feed`` has ``warmup + tokens`` ids to feed in place of the decoded ones. ``calls`` are
+    Each token is scheduled before the previous token is read, as in mlx-lm's ``generate_step``. But
+    no token is scheduled when the clock starts or stops, so exactly ``tokens`` passes are timed.
+    ``feed`` has ``warmup + tokens`` ids, which are fed in place of the decoded ids. ``calls`` are
     functions called with the clock stopped: ``before_prompt``, ``before_clock``, ``before_token``.
     With ``before_token`` each token is read before the next is scheduled.
     """
@@ -109,7 +109,7 @@ def decode_drafted(
     With ``feed`` the text continues with the ids of ``feed``. The returned tokens are then those
     that the target would have chosen, as in ``decode``.
     """
-    chosen = {}  # the target's token at each place; a rejected place gets a new one
+    chosen = {}  # the target's last choice at each place; a rejection makes it choose again
 
     def fed(tokens, logits):
         i = tokens.size - len(prompt_ids)
@@ -144,7 +144,7 @@ def decode_drafted(
 def _timed(
     model, rounds, tokens, warmup, before_prompt=None, before_clock=None, before_token=None
 ) -> Decoded:
-    """Time ``rounds``, which yields each round's tokens and, with a draft, counts and seconds."""
+    """Time ``rounds``, which yields a round's tokens and its entry for ``Decoded.rounds``."""
     out, decode_s, told, first = [], 0.0, [], None
     if ours := is_loaded(model):
         stats(model, reset=True)
@@ -188,8 +188,8 @@ def _timed(
 class OracleDraft:
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
-    The seed decides at which places of the text guesses are right. After a wrong guess all guesses
-    of the round are wrong. A wrong guess is usually the token of another place.
+    The seed decides at which places of the text guesses are right. After a wrong guess, the later
+    guesses of the round are wrong too. A wrong guess is usually a token from elsewhere in the text.
     """
 
     layer_ids = ()
@@ -216,7 +216,7 @@ class OracleDraft:
 
 
 def oracle_share(draft: str | Path) -> float | None:
-    """Parse the share of right guesses of ``oracle`` or ``oracle:SHARE``; None for other drafts."""
+    """Return the share of right guesses of ``oracle`` or ``oracle:SHARE``; None for others."""
     word, _, share = str(draft).partition(":")
     if word != "oracle":
         return None
@@ -229,7 +229,7 @@ def oracle_share(draft: str | Path) -> float | None:
 def open_any(
     draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
 ) -> Callable[..., Draft]:
-    """Return a function that makes a run's draft from a prompt, the text after it and a seed."""
+    """Return a function that makes a run's draft; it takes a prompt, the next text and a seed."""
     if (accept := oracle_share(draft)) is not None:
         return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
     opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)

@@ -43,15 +43,15 @@ class NoLimit(OSError):
 class Limited:
     """How a command ended."""
 
-    returncode: int  # negative: the signal that ended it
+    returncode: int  # if negative, minus the signal that ended the command
     stdout: str
     stderr: str
-    how: str  # the strategy that limited its memory, or ``none``
+    how: str  # the strategy that limited the command's memory, or ``none``
 
     @property
     def killed(self) -> bool:
         """Whether SIGKILL ended the command: the kernel sends it to a process over its limit."""
-        return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # or a shell's status
+        return self.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is a shell's
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def main(function: str, arguments: str) -> None:
     """Run a function ``module:name`` for ``call`` and print its result as JSON."""
     try:
         print(json.dumps(pkgutil.resolve_name(function)(*json.loads(arguments))))
-    except (ValueError, OSError) as error:  # the calling process reports it
+    except (ValueError, OSError) as error:  # the calling process reports the error
         sys.exit(str(error))
 
 

@@ -84,8 +84,8 @@ def read_speed(
 ) -> float:
     """Measure random reads of a file in bytes per second; ``cold`` first drops the file's pages.
 
-    ``direct`` reads past the page cache, because the page cache can take longer than the disk.
-    ``nbytes`` must then be a multiple of ``native.ALIGNED``, at most ``native.BUFFER_NBYTES``.
+    ``direct`` reads past the page cache, which can be slower than the disk. With ``direct``,
+    ``nbytes`` must be a multiple of ``native.ALIGNED``, and at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)
     places = random.Random(0).sample(range(size // nbytes), min(count, size // nbytes))

@@ -13,11 +13,11 @@ from ..streaming.model import find as folder  # noqa: F401 (experiments call it 
 from ..streaming.plan import Plan, plan, plan_of
 from ..synthesize import BITS, write_headers
 
-CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # as the commands load a model
+CONFIG = StreamConfig(lazy_logits=True, slots="auto").resolved()  # the commands' settings
 
 
 def planned(path: str | Path, memory_nbytes: float = MOST_NBYTES) -> Plan:
-    """Plan a folder's model for memory that its process and the page cache share."""
+    """Plan the model in a folder for memory that the process and the page cache share."""
     return plan(path, CONFIG, memory_nbytes=int(min(memory_nbytes, MOST_NBYTES)))
 
 

@@ -1,7 +1,7 @@
 """How well a model predicts held-out text, in bits per byte.
 
-Bits per byte do not depend on the tokenizer: a model that needs b of them would compress the text
-to b/8 of its size.
+Bits per byte can be compared between tokenizers. A model that needs b bits per byte would compress
+the text to b/8 of its size.
 """
 
 from dataclasses import dataclass

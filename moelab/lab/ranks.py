@@ -23,7 +23,7 @@ TIMEOUT_S = 300  # seconds that ranks may take
 
 
 def hosts(n: int) -> list[list[str]]:
-    """Find addresses for a ring of n ranks on this machine: ports in a row that are free now."""
+    """Find addresses for a ring of n ranks on this machine: consecutive ports, free now."""
     while True:  # ports below the system's ephemeral ports
         ports = range(first := random.randrange(10_000, 32_000), first + n)
         with ExitStack() as sockets, suppress(OSError):

@@ -39,7 +39,7 @@ from .machine import card
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
-# Unchecked figures that others published of their own runs; in tok/s if the name has no unit.
+# Figures that others published about their runs, unchecked; in tok/s if the name has no unit.
 SOURCES = DATA / "sources.json"
 PUBLISHED = read_json(SOURCES) if SOURCES.is_file() else {}  # an installed moelab has no data
 COMPUTED = {  # columns that ``table`` adds where rows have what the expression needs
@@ -72,7 +72,7 @@ def table(record: dict[str, Any]) -> "DataFrame":
         out["tokens"] = out.tokens.map(lambda i: texts[int(i)], na_action="ignore")
     out["killed"] = out.killed.eq(True) if "killed" in out else False
     for name, expression in COMPUTED.items():
-        with suppress(NameError):  # rows lack a column; pandas' own eval would take 10 ms
+        with suppress(NameError):  # a column is missing; pandas' own eval would take 10 ms
             out[name] = eval(expression, {}, out)
     out.attrs = {k: v for k, v in record.items() if k not in ("rows", "texts")}
     return out
@@ -152,7 +152,7 @@ def group(samples: "DataFrame", column: str, by: str | Sequence[str] = "variant"
 def paired(samples: "DataFrame", over: str, under: str, column: str | None = None) -> "Series":
     """Divide one variant's column by another variant's, round by round, so that drift cancels.
 
-    Only rounds of both variants count. Default column: ``token_s`` if there is one, or ``seconds``.
+    A round counts if both variants ran in it. ``column`` is by default ``token_s``, or ``seconds``.
     """
     column = column or _seconds(samples)
     return (values(samples, over, column) / values(samples, under, column)).dropna()
@@ -163,7 +163,7 @@ def _seconds(samples):
 
 
 def ratios(samples: "DataFrame", over: str) -> "DataFrame":
-    """Divide the times of ``over`` by each variant's, by round; return quartiles and intervals."""
+    """Compute each variant's speedup relative to ``over``, by round: quartiles and intervals."""
     rows = {}
     for name in dict.fromkeys(samples.variant):
         if len(found := paired(samples, over, name)):
@@ -172,7 +172,7 @@ def ratios(samples: "DataFrame", over: str) -> "DataFrame":
 
 
 def with_ratio(samples: "DataFrame", over: str, column: str | None = None) -> "DataFrame":
-    """Add ``ratio``: the value of variant ``over`` in the row's round, divided by the row's."""
+    """Add ``ratio``: variant ``over``'s value in the same round, divided by the row's value."""
     column = column or _seconds(samples)
     ratio = samples["round"].map(values(samples, over, column)) / samples[column]
     return samples.assign(ratio=ratio)
@@ -225,8 +225,8 @@ def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
 def interval(samples: Sequence[float]) -> dict[str, float]:
     """Compute the sign test's interval of the median; each end of the interval is a sample.
 
-    The interval holds for any distribution. ``confidence`` is exact; with few samples it is below
-    ``CONFIDENCE``, though the interval spans all. A bootstrap of five rounds claims too much.
+    The interval holds for any distribution. ``confidence`` is exact; it is below ``CONFIDENCE`` if
+    there are too few samples. (A bootstrap of five samples would claim too much confidence.)
     """
     ordered, n = sorted(samples), len(samples)
     # Entry k: the chance that the median lies outside ``ordered[k]`` to ``ordered[-1 - k]``.
@@ -236,7 +236,7 @@ def interval(samples: Sequence[float]) -> dict[str, float]:
 
 
 def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int]]:
-    """Count the rounds in which a variant gave the baseline's tokens, and all rounds of both."""
+    """For each variant, count the rounds with the baseline's tokens, and all rounds of both."""
     theirs, out = values(samples, baseline, "tokens"), {}
     for name in dict.fromkeys(samples.variant):
         mine = values(samples, name, "tokens")
@@ -257,8 +257,8 @@ def interleave(
 ) -> "DataFrame":
     """Run every variant once a round, in a new random order every round.
 
-    So a machine that becomes slower or faster does so for all variants alike. A variant is called
-    with the round's number (below 0: the row is not kept). A variant must evaluate its arrays. It
+    So a change of the machine's speed affects all variants alike. A variant is called with the
+    round's number (below 0: the row is not kept). A variant must evaluate its arrays. A variant
     returns the columns of its row, a float for ``seconds``, or None to be timed. ``each_round``
     returns columns for all rows of a round; ``keep`` gets the table after each round. A variant
     whose row says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none
@@ -267,7 +267,7 @@ def interleave(
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
-    hidden = not progress or (False if "ipykernel" in sys.modules else None)  # None: if no terminal
+    hidden = not progress or (False if "ipykernel" in sys.modules else None)  # None: no terminal
     with tqdm(total=total, desc=kind, unit="run", leave=False, disable=hidden) as bar:
         for i in range(-warmup, runs):
             same = each_round(i) if each_round else {}
@@ -312,7 +312,7 @@ class Running:
         return table(self.record(rows, **more))
 
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """Return the record of the samples so far, with the load so far.
+        """Return the record of ``rows``, with the machine's load since the run began.
 
         ``load`` has the load averages before the run, the cores that other processes and other
         virtual machines used during the run, the clock rate, the ``drift``, and whether other
@@ -338,13 +338,13 @@ class Running:
 
 
 def _unrooted(word):
-    """Cut absolute paths in a command's word, also ``NAME=PATH,PATH``, down to their last names."""
+    """Replace absolute paths in a command's word (also in ``NAME=PATH,PATH``) by file names."""
     parts = re.split("([=,])", word)
     return "".join(os.path.basename(part) if os.path.isabs(part) else part for part in parts)
 
 
 def _others_s():
-    """Return CPU seconds since boot: of all but this process, and of other virtual machines."""
+    """Return CPU seconds since boot used by others, and those of other virtual machines alone."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -352,11 +352,11 @@ def _others_s():
 
 
 def drift(rows: list[dict[str, Any]]) -> float:
-    """Compute how much slower the slowest third of a run was than its fastest: 0.1 is a tenth.
+    """Compute how much slower a run's slowest third was than its fastest third: 0.1 is a tenth.
 
-    Only variants without drafts that ran in each round count. A round's time is the median of the
-    variants' times, each divided by its variant's median. The drift is 0 with fewer than five
-    rounds (three, with 15 samples), or with less than ``DRIFT_S`` seconds of samples.
+    A variant counts if it has no draft and ran in each round. Each time is divided by the median of
+    its variant; a round's time is the median of these quotients. The drift is 0 with fewer than
+    five rounds (three, with 15 samples), or with less than ``DRIFT_S`` seconds of samples.
     """
     took = {}  # seconds per token, by variant and then by round
     total = 0  # seconds of all samples
@@ -379,7 +379,7 @@ def drift(rows: list[dict[str, Any]]) -> float:
 
 @functools.cache
 def _commit():
-    """Return the commit and whether files other than records are unchanged; {} outside a clone."""
+    """Return the commit, and whether all files but records match it; {} outside a clone."""
     here = Path(__file__)
 
     def git(words):

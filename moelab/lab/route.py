@@ -14,10 +14,10 @@ from ..streaming.record import replacing_indices
 
 @contextmanager
 def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
-    """Let a model use given experts in the block: ``[T, L, K]`` for each call with T tokens.
+    """Inside the block, a model uses given experts: ``[T, L, K]`` for each call with T tokens.
 
     The output means nothing, but reads and speed are those of the given experts. ``record`` records
-    these experts. A prefetcher that asks the next layer's router gets the router's own answer.
+    the given experts. A prefetcher that asks the next layer's router gets the router's own choice.
     """
     rest, now = iter(calls), None
 
@@ -28,7 +28,7 @@ def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
             if now is None:
                 raise ValueError("route_by: expected experts for each call, got too few.")
         chosen = kernels.to_mlx(now[:, layer].astype(np.uint32)).reshape(indices.shape)
-        return mx.depends(chosen, indices)  # the experts still wait for the router
+        return mx.depends(chosen, indices)  # so that the experts still wait for the router
 
     with replacing_indices([module for _, module in expert_layers(model)], choose):
         yield

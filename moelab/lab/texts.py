@@ -53,7 +53,7 @@ def heldout_starts(
 
 
 def heldout_ids(model: str | Path, lengths: Sequence[int], rounds: int) -> list[list[int]]:
-    """Encode prompts of tiny-moe's held-out code, one for each round; the lengths take turns."""
+    """Encode prompts of tiny-moe's held-out code, one for each round, in alternating lengths."""
     from mlx_lm.utils import load_tokenizer
 
     tokenizer, tiny = load_tokenizer(Path(model)), shipped("models", "tiny-moe")
@@ -77,7 +77,7 @@ def prose_spans(text: str) -> list[tuple[int, int]]:
 
 
 def heldout_prompts(model: str | Path, kind: str, length: int) -> list[list[int]]:
-    """Return the ids of ``code`` or ``prose`` prompts, up to four of each held-out Python file."""
+    """Return ids of ``code`` or ``prose`` prompts, up to four from each held-out Python file."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))

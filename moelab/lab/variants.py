@@ -48,7 +48,7 @@ class Variant:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The columns that tell this variant's rows from others; only columns that apply."""
+        """The columns that describe this variant in its rows, without those that do not apply."""
         config, has_slots = self.config, self.config.mode in SLOT_MODES
         facts = {
             "mode": config.mode,
@@ -78,10 +78,10 @@ def crossed(
     layouts: Mapping[str, str | Path | None] = {"": None},
     cold: str = "no",
 ) -> dict[str, Variant]:
-    """Make a variant of each combination of mode, layout, limit, way to read and number of drafts.
+    """Make a variant for each combination of mode, layout, limit, reads, draft and its length.
 
-    Keys are the variants' names. With drafts, each combination is also there without a draft. With
-    a limit, ``RESIDENT`` is added. Modes without slots read only through the page cache.
+    Keys are the variants' names. With drafts, each combination is also made without a draft. With a
+    limit, ``RESIDENT`` is added. Modes without slots read only through the page cache.
     """
     given = [draft] if isinstance(draft, str) else draft or []
     out, drafts = {}, [None, *product(given, lengths)]
@@ -106,7 +106,7 @@ def crossed(
 
 
 def resolved(variants):
-    """Replace kernels ``auto`` by ``fast`` or ``mlx``; refuse variants that would get both."""
+    """Replace kernels ``auto`` by ``fast`` or ``mlx``; refuse a mix of both among the variants."""
     given = {name: v.config for name, v in variants.items()}
     made = {name: replace(v, config=v.config.resolved()) for name, v in variants.items()}
     by_kernels = {v.config.kernels: n for n, v in made.items() if given[n].kernels == "auto"}
@@ -146,7 +146,7 @@ class Opened:
             with record(model) as trace:
                 decode(model, ids, **amount, feed=fed)
             session_of(model).prefetcher.set_trace(trace)
-            if drop or variant.limit_nbytes:  # drop what this decoding read
+            if drop or variant.limit_nbytes:  # drop the pages that recording the trace read
                 oscache.drop_pages(self.path)
 
         def before_clock():
@@ -171,7 +171,7 @@ class Opened:
         plan, row = session_of(model).plan, vars(ran) | asdict(ran.counters)
         del row["counters"], row["rounds"]
         row |= {
-            "tokens": ran.tokens,  # in place of the counters' number of tokens
+            "tokens": ran.tokens,  # the ids; the counters' ``tokens`` is a number
             "prompt_tokens": len(ids),
             "held_nbytes": self.nbytes,
             **({} if None in disk else {"disk_nbytes": disk[1] - disk[0]}),

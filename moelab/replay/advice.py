@@ -13,13 +13,13 @@ from ..streaming.trace import Trace
 from .costs import Costs
 from .pagecache import Replay, replay
 
-# Settings are equal if their times are within this share of the shortest. The equal setting with
-# the fewest bytes moved is taken, as reads have costs that a replay does not know. If reads cannot
-# go past the page cache (Mac), fewest slots decide instead: too many slots cost far more.
+# Settings whose times are within this share of the shortest time are equal. Of equal settings, the
+# one that moves the fewest bytes is taken, as reads have costs that a replay does not know. On a
+# Mac (no reads past the page cache), the one with the fewest slots is taken: too many cost more.
 EQUAL = 0.02
 # A repack that saves a smaller share of a token is not worth a second copy of the file.
 WORTH_A_COPY = 0.03
-NUM_SLOTS = 12  # so many numbers of slots are compared, if no numbers are given
+NUM_SLOTS = 12  # how many numbers of slots are compared if none are given
 
 
 class Setting(NamedTuple):
@@ -141,7 +141,7 @@ def replay_settings(
     settings: Iterable[tuple],
     skip: int,
 ) -> dict[Setting, Replay]:
-    """Replay a trace with each setting; count tokens from ``skip`` on. E slots need no reads."""
+    """Replay a trace with each setting; count tokens from ``skip`` on. E slots read nothing."""
     facts = plan.facts
 
     def is_held(setting):
@@ -165,7 +165,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
-    """Return the fastest setting; of equal settings, that with fewest bytes moved or slots."""
+    """Return a setting as fast as the fastest (``EQUAL``) with the fewest bytes moved or slots."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}

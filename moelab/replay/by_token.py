@@ -1,7 +1,7 @@
 """A routing that is a function of the token, with the locality of a recorded trace.
 
-If every token takes the experts that the trace gave it most often, the hit rate of a cache for a
-quarter of all experts differs by at most 0.04 from the hit rate of the trace (mean of layers).
+Every token takes the experts that the trace gave it most often. The hit rate of a cache for a
+quarter of all experts then differs by at most 0.04 from the trace's hit rate (mean of layers).
 """
 
 from dataclasses import dataclass
@@ -11,11 +11,11 @@ import numpy as np
 from ..streaming.trace import Trace
 from .locality import decode_trace, lru_hit_rate
 
-SHARE = 0.25  # hit rates are made equal with this share of a layer's experts in slots
+SHARE = 0.25  # ``fit`` compares hit rates with this share of a layer's experts in slots
 SPREADS = np.linspace(0, 1, 33)
-KINDS_OF_THE_TRACE = 0.75  # at most this share of the kinds is for one token each
+KINDS_OF_THE_TRACE = 0.75  # the largest share of kinds that have a single token each
 GROUP_SIZE = 64  # of the quantization; mlx-lm's own default
-# These projections write to the residual stream, beside the embedding.
+# These projections write to the residual stream, as the embedding does.
 WRITERS = ("o_proj", "out_proj", "down_proj")
 # A router's logits for the most and the least frequent expert of a route. The other experts of the
 # route have logits between these two; experts outside the route have logits near 0.
@@ -50,8 +50,8 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
     The trace has L' layers and E' experts. Layer l follows the trace's layer ``l * L' // L``. If E
     is below E', expert numbers are taken modulo E. If E is n times E', expert e has n variants e,
     e + E', ...: a token takes the first or, with the probability ``spread``, a variant drawn for
-    the token. Each layer's spread is chosen so that the trace's text hits nearly as often as in the
-    trace. There are ``kinds`` routes; tokens that the trace lacks, or has too rarely, share routes.
+    the token. Each layer's spread is chosen so that the hit rate of the trace's text is nearly that
+    of the trace. There are ``kinds`` routes; tokens that are rare or absent there share routes.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)
@@ -127,7 +127,7 @@ class Routers:
         self._last = None, None
 
     def write(self, path: str, leaf: str, row: int, out: np.ndarray) -> None:
-        """Change ``out``: rows of a weight (as bytes), scales or biases, from ``row`` on."""
+        """Change ``out``: rows of a weight (in bytes), scales or biases, starting at ``row``."""
         rows = slice(row, row + len(out))
         if path.endswith("embed_tokens"):
             new = self._quantized(path, lambda: self.codes)[leaf][self.routing.kinds[rows]]

@@ -9,7 +9,7 @@ from ..streaming.residency.table import EVICTION, SlotTable
 
 
 class _Belady(SlotTable):
-    """A slot table that knows all ``rows`` ``[T, K]`` and evicts those whose next use is latest."""
+    """A slot table that knows all ``rows [T, K]``; evicts the experts whose next use is latest."""
 
     def __init__(self, num_slots, rows):
         super().__init__(num_slots)
@@ -30,7 +30,7 @@ class _Belady(SlotTable):
 
 def policies() -> tuple[str, ...]:
     """The engine's eviction policies, and the replay's own."""
-    # S3-FIFO is three queues and no table; ``none`` holds nothing, like the mode ``buffers``.
+    # S3-FIFO has queues, not a slot table; ``none`` holds no expert, like the mode ``buffers``.
     return (*EVICTION, "belady", "s3-fifo", "none")
 
 
@@ -71,7 +71,7 @@ def _s3_fifo(rows, slots, _):
     small, main, ghosts, uses = deque(), deque(), {}, {}  # ``uses``: counts, by held expert
 
     def evict(queue, need):
-        passed = 0  # experts looked at since the last change; all of them are needed
+        passed = 0  # how many needed experts were passed over since the last change
         while passed < len(queue):
             e = queue.popleft()
             if e in need:

@@ -32,14 +32,14 @@ def popularity(trace: Trace) -> np.ndarray:
 def overlap(trace: Trace, lag: int = 1) -> dict[str, np.ndarray]:
     """Compare each token's experts with those of the token ``lag`` earlier; return ``[L]`` shares.
 
-    ``each``: share of experts that both used. ``all``: share of tokens with the same K experts.
+    ``each``: share of experts that both tokens need. ``all``: share of tokens with equal experts.
     """
     kept = (trace.experts[lag:, :, :, None] == trace.experts[:-lag, :, None, :]).any(-1)
     return {"each": kept.mean((0, 2)), "all": kept.all(-1).mean(0)}
 
 
 def _last_use(experts, E):
-    """When each expert was last used before a token, ``[T + 1, E]``: token * K + place, or -1."""
+    """Each expert's last use before each token, ``[T + 1, E]``: token * K + place, or -1."""
     T, K = experts.shape
     last = np.full((T + 1, E), -1, np.int32)
     when = np.arange(T * K, dtype=np.int32).reshape(T, K)
@@ -50,8 +50,8 @@ def _last_use(experts, E):
 def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
     """Hit rates ``[L, E + 1]`` of LRU caches of 0 to E slots, after the first ``skip`` tokens.
 
-    Within a token, an expert later in the router's order counts as used later. ``eviction.held``
-    orders a token's experts otherwise, so its rates may differ by a few uses.
+    A token's experts count as used one after the other, in the router's order. ``eviction.held``
+    orders them differently, so its hit rates may differ by a few uses.
     """
     (T, L, K), E = trace.experts.shape, trace.num_experts
     hits = np.zeros((L, E + 1))
@@ -60,7 +60,7 @@ def lru_hit_rate(trace: Trace, skip: int = 0) -> np.ndarray:
         last = _last_use(experts, E)[:T]
         mine = np.take_along_axis(last, experts, -1)
         since = [np.count_nonzero(last > mine[:, k, None], axis=-1) for k in range(K)]
-        since = np.where(mine < 0, E, np.stack(since, axis=-1))  # no cache holds a first use
+        since = np.where(mine < 0, E, np.stack(since, axis=-1))  # a first use misses
         hits[layer, 1:] = np.cumsum(np.bincount(since[skip:].ravel(), minlength=E)[:E])
     return hits / ((T - skip) * K)
 
@@ -93,12 +93,12 @@ def missing(trace: Trace, m: int, slots: int, skip: int = 0) -> np.ndarray:
 
 
 def layer_prediction(trace: Trace) -> dict[str, np.ndarray]:
-    """Find which experts of a layer can be predicted from the layer before, by counting.
+    """Predict a layer's experts from those of the layer before, by counting pairs.
 
     The first half of the tokens gives counts of pairs of experts in layers l and l + 1. In the
     second half, an expert of layer l + 1 scores the sum of its counts with the token's experts in
-    layer l; the K highest scores are the prediction. ``pairs`` says which needed experts were
-    predicted, bool ``[T - T // 2, L - 1, K]``; ``popular`` says the same of the K most popular.
+    layer l; the K highest scores are predicted. Returns bools ``[T - T // 2, L - 1, K]``:
+    ``pairs``, which needed experts were predicted; ``popular``, which are of the K most popular.
     """
     T, L, K = trace.experts.shape
     half, E = T // 2, trace.num_experts
@@ -146,7 +146,7 @@ def synthesize(locality: Locality, T: int, L: int, E: int, K: int, seed: int = 0
     experts = np.empty((T, L, K), np.uint16)
     rows = np.arange(L)[:, None]
     for t in range(-64, T):  # 64 extra tokens come first, to give recency a history
-        # The K earliest of exponential arrivals at these rates are K draws without replacement.
+        # Draw K experts without replacement: those with the earliest exponential arrival times.
         rate = popular + sticky * recent
         arrival = rng.standard_exponential((L, E), np.float32) / np.maximum(rate, 1e-30)
         chosen = np.argpartition(arrival, K - 1, axis=1)[:, :K]
@@ -184,7 +184,7 @@ def fit(trace: Trace, rounds: int = 3, seed: int = 0) -> Locality:
     want = _features(trace)
     values = np.linspace(0, 1.5, 7), np.linspace(0, 0.9, 7), [0.5, 2, 8, 32, 128]
     grid = np.array(list(product(*values)))
-    # Steps: lower, same, higher; those of the third parameter are factors.
+    # Each parameter goes down, stays or goes up; the third parameter's steps are factors.
     step = np.array(list(product((-1, 0, 1), (-1, 0, 1), (0.5, 1, 2))))
     width = np.array([0.25, 0.15, 0.0])  # twice the first step in zipf and stickiness
     best, error = np.zeros((L, 3)), np.full(L, np.inf)

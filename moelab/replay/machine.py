@@ -1,7 +1,7 @@
-"""Compute what a token costs on a machine known by a few numbers, for plans without measurement.
+"""Estimate a token's time on a machine from a few numbers, for plans without measurements.
 
-A token takes as long as the memory, or a CPU's cores, need to go through its weights. Each layer
-takes a fixed time beside that, and more if some of its experts have to be read.
+A token takes the time in which the memory, or a CPU's cores, can go through its weights. Each layer
+adds a fixed time, and more time if some of its experts have to be read.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ from .pagecache import Replay
 LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # The engine reads experts at this share of an SSD's stated rate (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
-# On a CPU (data/results/cpu_costs_35b.json): bytes a second of weights that a core multiplies, and
-# of copies from the page cache. Then the seconds of a layer, and the extra seconds if it reads from
-# the disk, or from the page cache.
+# Measured on a CPU (data/results/cpu_costs_35b.json): a core multiplies weights, and experts are
+# copied from the page cache, at these rates. Then: seconds of a layer, and extra seconds of a layer
+# that reads from the disk, or from the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # On a CPU, a token of a prompt in one pass takes this share of a decoded token's arithmetic
 # (measured on 26 November with two cores of a Xeon).
 CPU_PROMPT_SHARE = 0.5
-MAX_BYTES_PER_S = 1e13  # of weights; more would be an error of timing a small expert
-# The k-th most popular expert of a layer is chosen in proportion to ``k ** -ZIPF``, whatever the
-# tokens before chose. `data/recipes/published.py` at 6fe0031 fitted it to published hit rates.
+MAX_BYTES_PER_S = 1e13  # of weights; a higher rate would be a timing error of a small expert
+# A layer's k-th most popular expert is chosen in proportion to ``k ** -ZIPF``, independently of
+# earlier tokens. `data/recipes/published.py` at 6fe0031 fitted ``ZIPF`` to published hit rates.
 ZIPF = 1.12
 # The system and other programs take ``SYSTEM_NBYTES``, at most a quarter of the memory.
 SYSTEM_NBYTES, SYSTEM_SHARE = 4e9, 0.25
@@ -52,20 +52,20 @@ CHIPS = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine's memory, and the rates and times of a token on it."""
+    """The memory of a machine, and the rates and times of a token on that machine."""
 
     ram_nbytes: float
     taken_nbytes: float  # memory that the system and other programs take
     disk_bytes_per_s: float  # the engine reads experts from the SSD at this rate
-    weights_bytes_per_s: float  # a token goes through the weights that it needs at this rate
+    weights_bytes_per_s: float  # rate at which a token's arithmetic goes through weights
     layer_s: float  # seconds of a layer beside its weights
     wait_s: tuple[float, float]  # seconds more if a layer reads: from the SSD, from the page cache
     copy_bytes_per_s: float  # experts are read from the page cache at this rate
-    # A prompt's token takes this share of a decoded token's time for weights; nan: unknown, 0 to 1.
+    # Time for weights of a prompt's token, as a share of a decoded token's; nan: unknown (0 to 1).
     prompt_share: float = nan
     held_layer_s: float = nan  # ``layer_s`` with every expert in a slot; nan: as ``layer_s``
     is_mac: bool = False  # whether a Mac's GPU computes, in the same memory
-    memory_binds: bool = False  # whether memory limits a CPU, and more cores do not help
+    memory_binds: bool = False  # whether the memory limits the CPU: more cores do not help
 
     @classmethod
     def mac(cls, ram_nbytes: float, disk_bytes_per_s: float, memory_bytes_per_s: float):
@@ -128,10 +128,10 @@ class Machine:
         return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
-        """The least and the most seconds from a prompt to the next token, with no expert in memory.
+        """The least and most seconds until a prompt's next token, if no expert is in memory before.
 
         A prompt is computed in parts of ``plan.prompt_tokens`` tokens. Each part reads the experts
-        that no slot kept, during the arithmetic or before it.
+        that are in no slot. Reads overlap the arithmetic (least) or come before it (most).
         """
         step, facts = plan.prompt_tokens, plan.facts
         needed = [distinct(facts, min(step, tokens - i)) for i in range(0, tokens, step)]
@@ -142,7 +142,7 @@ class Machine:
         return max(reads_s, shares[0] * all_s), reads_s + shares[1] * all_s
 
     def reads_s(self, found: Replay) -> tuple[float, float, float]:
-        """Divide a replayed token's seconds of reads: SSD, page cache, waiting for either."""
+        """Divide a replayed token's read time into SSD, page cache, and waiting for either."""
         reads_s = sum(found.parts_s[part] for part in ("copies", "disk", "hidden"))
         ssd_s = min(reads_s, found.read_per_token / self.disk_bytes_per_s)
         copies_s = min(reads_s - ssd_s, found.copied_per_token / self.copy_bytes_per_s)
@@ -150,7 +150,7 @@ class Machine:
 
     def costs(self, facts: ModelFacts, held_nbytes: float = 0.0) -> Costs:
         """The costs that a replay needs, for a model whose arrays take ``held_nbytes``."""
-        # A Mac that swaps drops what was used longest ago, which is needed next.
+        # A Mac that swaps drops the memory used longest ago. This is the memory needed next.
         slow = CLIFF if self.swaps(held_nbytes) else 1
         past = (1 / self.disk_bytes_per_s, self.wait_s[0]) if not self.is_mac else (float("nan"), 0)
         backbone_s = facts.dense_nbytes / self.weights_bytes_per_s
@@ -168,7 +168,7 @@ class Machine:
 
 
 def typical_trace(facts: ModelFacts, tokens: int) -> Trace:
-    """Make a trace of a model's shape that hits slots as often as published models do."""
+    """Make a trace with a model's shape and the slot hit rates of published models."""
     return _trace(*facts.shape, tokens)
 
 
@@ -178,9 +178,9 @@ def _trace(L, K, E, tokens):
 
 
 def distinct(facts: ModelFacts, tokens: int) -> float:
-    """Estimate the distinct experts that ``tokens`` tokens of ``typical_trace`` need in a layer."""
+    """Estimate how many distinct experts of a layer ``tokens`` of ``typical_trace`` need."""
     popular = np.arange(1, facts.num_experts + 1) ** -ZIPF
-    low, high = 0.0, 1e9  # bounds of the factor with which one token needs K experts
+    low, high = 0.0, 1e9  # bounds of the factor for which one token needs K experts
     for _ in range(100):
         middle = (low + high) / 2
         few = -np.expm1(-middle * popular).sum() < facts.top_k

@@ -16,13 +16,13 @@ from .eviction import held
 class Replay:
     """Hit rates, bytes and seconds of a trace with given memory, slots and costs."""
 
-    token_s: np.ndarray  # ``[T]``, of each token that counts
+    token_s: np.ndarray  # ``[T]``: seconds of each token that counts
     app_hit_rate: float  # share of the needed experts that were in a slot
     page_hit_rate: float  # share of the reads that the page cache served; nan: no reads
     copied_per_token: float  # bytes from the page cache
     read_per_token: float  # bytes from the disk
-    # Seconds of an average token by ``fixed``, ``experts``, ``copies`` (from the page cache) and
-    # ``disk``; ``hidden`` (not positive) is what overlap saved.
+    # An average token's seconds, divided into ``fixed``, ``experts``, ``copies`` (from the page
+    # cache) and ``disk``; ``hidden`` (0 or less) has the seconds that overlap saved.
     parts_s: dict
     page_nbytes: float  # the memory that was left for experts in the page cache
 
@@ -51,10 +51,10 @@ def replay(
 ) -> Replay:
     """Replay a trace's decoded tokens through ``slots`` in each layer over a page cache.
 
-    ``memory_nbytes`` is for the process and its page cache (inf: no limit); the process takes
-    ``other_nbytes`` of it beside slots. A slot takes ``slot_nbytes`` (None: ``expert_nbytes``, as
+    The process and its page cache share ``memory_nbytes`` (inf: no limit). The process takes
+    ``other_nbytes`` beside its slots. A slot takes ``slot_nbytes`` (None: ``expert_nbytes``, as
     on disk). The first ``skip`` tokens fill the empty caches and do not count. Policy ``none``
-    counts as K slots. ``direct`` reads go past the page cache, which then holds nothing.
+    takes the memory of K slots. ``direct`` reads bypass the page cache, which stays empty.
     """
     experts = trace.decode.experts
     T, L, K = experts.shape
@@ -111,15 +111,15 @@ def _missed(trace, slots, policy):
 
 
 def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 1) -> np.ndarray:
-    """Return which reads an empty page cache of ``nbytes`` serves; a unit is one layer's expert.
+    """Return which reads hit a page cache of ``nbytes`` that is empty at first.
 
-    The replay follows Linux (6.x, without multi-generational LRU and read-ahead) for pages that are
-    only read. A new page goes to the head of the inactive list, and to the active list if it is
-    read again there. The inactive list's tail is reclaimed. While the active list is more than r
-    times as long as the inactive list, the active list's tail moves to the inactive list. r is 1
-    below 1 GiB, sqrt(10 n) for n GiB. A reclaimed page that is read again goes to the active list
-    if the reclaims and activations since its reclaim are no more than the active list's pages.
-    ``units`` ``[N]`` are in the order of reading.
+    ``units`` ``[N]`` are in the order of reading; a unit is one layer's expert. The replay follows
+    Linux (6.x, without multi-generational LRU and read-ahead) for pages that are only read. A new
+    page goes to the head of the inactive list. A page that is read again there goes to the active
+    list. The inactive list's tail is reclaimed. The active list's tail moves to the inactive list
+    while the active list is more than r times as long as the inactive one. r is 1 for less than
+    1 GiB, and sqrt(10 n) for n GiB. A reclaimed page that is read again goes to the active list if
+    at most as many reclaims and activations followed its reclaim as the active list has pages.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)
@@ -131,10 +131,10 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
 
 
 def _missed_pages(units, capacity, ratio):
-    """Return the indices of the reads that Linux's two lists do not serve."""
+    """Return the indices of the reads that miss Linux's two lists."""
     # Each list maps a unit to whether it was referenced; the tail comes first.
     inactive, active = OrderedDict(), OrderedDict()
-    # ``age`` counts reclaims and activations; ``left`` has the age when a unit was reclaimed.
+    # ``age`` counts reclaims and activations; ``left`` has ``age`` at each unit's last reclaim.
     age, left, missed = 0, {}, []
     for i, u in enumerate(units):
         if u in active:

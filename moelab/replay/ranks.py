@@ -15,11 +15,11 @@ def reads(
     ranks: int,
     shared: Sequence[Sequence[int]] = (),
 ) -> np.ndarray:
-    """Count the experts that each of N ranks reads for each token by LRU: ``[T, L, N]``.
+    """Count the experts that each of N ranks reads for each token with LRU slots: ``[T, L, N]``.
 
-    ``owners`` ``[L, E]`` is the rank of each expert; None: an expert that no rank holds is read by
-    the rank that reads least in the layer. ``shared`` are each layer's experts that every rank
-    always holds, in some of its ``slots``.
+    ``owners`` ``[L, E]`` has the rank of each expert; None: the rank with the fewest reads in the
+    layer reads an expert that no rank holds. Every rank always holds each layer's ``shared``
+    experts, in some of its ``slots``.
     """
     T, L, _ = experts.shape
     found = np.zeros((T, L, ranks), np.int64)
@@ -53,13 +53,13 @@ def _divided(needed, tables):
 
 
 def waited(found: np.ndarray) -> tuple[float, float]:
-    """Return how many reads a token waits for, and how many if all ranks read equally many."""
+    """Return how many reads a token waits for, and how many with equally divided reads."""
     return float(found.max(2).sum(1).mean()), float(found.mean(2).sum(1).mean())
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Machines of one kind, one rank on each, and what a token takes on them."""
+    """Equal machines with one rank each, and the costs of a token on these machines."""
 
     ranks: int  # N
     disk_bytes_per_s: float  # of each machine's SSD

@@ -1,4 +1,4 @@
-"""DFlash: a small bidirectional transformer drafts a block at once from outputs of target layers.
+"""DFlash: a small bidirectional transformer reads target layers' outputs and drafts a whole block.
 
 Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036). z-lab's
 published drafts load as they are. In shapes, b is the block size, n the number of layers read.
@@ -22,7 +22,7 @@ from ..prompt import vocabulary
 from .policy import MAX_DRAFTS
 from .target import compute_alike, embedding_and_head
 
-# When features of this many tokens wait, the draft reads them. It reads at most this many at once.
+# The draft reads its queued features once this many tokens wait, at most this many at a time.
 # Features of 4,000 tokens would take 70 MB, and 150 MB more while the draft reads them.
 QUEUED_TOKENS = 128
 
@@ -113,7 +113,7 @@ class DFlashModel(nn.Module):
             k = a.rope(a.k_norm(k).swapaxes(1, 2), offset=c.offset)
             c.update_and_fetch(k, v.swapaxes(1, 2))
             if features.shape[1] >= QUEUED_TOKENS:
-                mx.eval(c.state)  # MLX copies a cache that grows: copy one layer's at a time
+                mx.eval(c.state)  # MLX copies a growing cache: let it copy one layer at a time
 
     def __call__(self, x: mx.array, cache: list) -> mx.array:
         """Compute a block x ``[B, b, D]`` after the cached context; the cache stays the same."""
@@ -133,8 +133,8 @@ class DFlashDraft:
 
     It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
     its target's dtype. If a target has the fast kernels, the draft gets them too and keeps them.
-    ``block_size`` is that of the draft's training; it counts the last accepted token, too. For the
-    methods see ``drafts.Draft``.
+    ``block_size`` is the draft's block size in training, with the last accepted token included.
+    For the methods see ``drafts.Draft``.
 
     Args:
         path_or_hf_repo (str or Path): The folder or Hub repository of a draft in z-lab's format.
@@ -196,7 +196,7 @@ class DFlashDraft:
         block = mx.array([[last] + [self.model.args.mask_token_id] * (self.block_size - 1)])
         hidden = self.model(self._embed(block), self.cache)
         if (self.cache[0].offset + self.block_size - 1) % KVCache.step < self.block_size:
-            mx.eval(hidden)  # if the block made the caches grow, MLX keeps their old memory
+            mx.eval(hidden)  # the caches grew for the block, and MLX keeps their old memory
             mx.clear_cache()
         return choose(self._head(hidden[:, 1 : n + 1])[0])
 

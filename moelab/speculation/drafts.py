@@ -40,7 +40,7 @@ class Draft(Protocol):
         """Make caches for a new sequence, in the order of ``cache``; [] for none."""
 
     def read_zeros(self) -> list:
-        """Return caches after two tokens, not evaluated; ``load(draft=)`` computes their size."""
+        """Return unevaluated caches of two tokens; ``load(draft=)`` sizes longer caches by them."""
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         """Start a sequence for a target, or go on from the state in ``cache``.
@@ -59,15 +59,15 @@ class Draft(Protocol):
     def propose(self, last: int, n: int, choose: Choose) -> mx.array:
         """Guess at most ``n`` tokens that follow ``last``: uint32 ``[<= n]``.
 
-        With n = 0 the draft only brings ``cache`` up to date with the extended tokens, without
-        ``last``. ``choose`` turns logits ``[k, V]`` into tokens ``[k]``, lazily, with the caller's
-        sampler and the random numbers that the target will draw at the same positions. Call
-        ``choose`` for the positions in order, one row or several at a time.
+        With n = 0 the draft only brings ``cache`` up to date: it reads the tokens of ``extend``,
+        not ``last``. ``choose`` turns logits ``[k, V]`` into tokens ``[k]``, lazily, with the
+        caller's sampler and the random numbers that the target will draw at the same positions.
+        Call ``choose`` for the positions in order, one row or several at a time.
         """
 
 
 class ModelDraft:
-    """A small mlx-lm model as a draft: resident, with the target's tokenizer, maybe recurrent.
+    """A small mlx-lm model as a draft: in memory, maybe recurrent, with the target's tokenizer.
 
     Args:
         model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it. It computes with the
@@ -143,10 +143,10 @@ class TokenCache:
 
 
 class LookupDraft:
-    """Proposes what followed an earlier match of the last tokens (prompt lookup, Saxena 2023).
+    """Proposes what followed the last tokens earlier in the text (prompt lookup, Saxena 2023).
 
-    It needs no model, and is good where text repeats itself. Of the latest 16 matches it takes the
-    longest, and of equally long matches the latest. It proposes at most half as many tokens as the
+    It needs no model, and is good where text repeats itself. It takes the longest of the latest 16
+    matches, and the latest of equally long matches. It proposes at most half as many tokens as the
     match has: a longer match is likely to go on for longer. For the methods see ``Draft``.
     """
 
@@ -198,7 +198,7 @@ class LookupDraft:
 
 
 def learned_policy(model: nn.Module, draft: Draft) -> Policy:
-    """Return the policy of this target and draft. It goes on learning from text to text."""
+    """Return the policy of this target and draft. The policy learns from text to text."""
     target, policy = vars(draft).get("_learned", (lambda: None, None))
     if target() is not model:
         policy = Policy()
@@ -220,7 +220,7 @@ class BoundDraft:
         return vars(self._draft)["_bound"]() is self
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:
-        """Tell the draft what the target has read, as long as the draft is bound here."""
+        """Tell the draft what the target has read, unless another generation bound the draft."""
         if self.is_bound:
             self._draft.extend(tokens, features)
 

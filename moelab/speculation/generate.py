@@ -1,4 +1,4 @@
-"""Speculative decoding: several tokens for one pass, and the text that mlx-lm writes.
+"""Speculative decoding: a pass of the target gives several tokens, and the text is mlx-lm's.
 
 The text is that of ``mlx_lm.stream_generate`` with the same ``mx.random.seed``, at any temperature
 and with any draft, except for rounding in longer passes. A round of ``_Rounds`` has these steps:
@@ -10,8 +10,8 @@ and with any draft, except for rounding in longer passes. A round of ``_Rounds``
     tell the policy    what the round cost and brought
     roll back, commit  the target's cache keeps the accepted tokens     (``rollback``)
 
-mlx-lm's ``stream_generate`` makes text of the tokens, with the ``Detokenizer`` that ``load`` gives
-to tokenizers (``moelab/detokenizer.py``).
+mlx-lm's ``stream_generate`` turns the tokens into text. It uses the ``Detokenizer`` that ``load``
+gives to tokenizers (``moelab/detokenizer.py``).
 """
 
 import time
@@ -44,7 +44,7 @@ class Round:
 
     number: int  # from 0
     drafted: int = 0  # tokens that the draft proposed
-    accepted: int = 0  # drafted tokens that the target chose, too; its own next token does not count
+    accepted: int = 0  # accepted drafts; the token that the target adds does not count
     draft_s: float = 0.0  # seconds until the drafts were there
     verify_s: float = 0.0  # seconds of the verify pass; without drafts: until a token came
 
@@ -78,14 +78,14 @@ def speculative_generate(
         max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
         num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
-            decides in each round how many, by measured times and acceptance, and remembers these
-            from text to text until this draft serves another model. A ``Policy`` that is given
-            again remembers too. Default: ``auto``.
+            chooses the number in each round by measured times and acceptance. It keeps these
+            measurements from text to text, until this draft serves another model. A ``Policy``
+            keeps its own measurements. Default: ``auto``.
         sampler (Callable | None): Turns log probabilities [1, V] into tokens [1]. Default: the most
             likely token.
-        prompt_cache (list | None): The target's caches and, if wanted, the draft's (from its
-            ``make_cache``) after them. At the end the caches hold the prompt and every token that
-            was yielded.
+        prompt_cache (list | None): The target's caches. The draft's caches (from the draft's
+            ``make_cache``) may follow them. The caches hold the prompt and every yielded token at
+            the end.
         kwargs: ``logits_processors``, ``prefill_step_size``, ``kv_bits``, ``kv_group_size``,
             ``quantized_kv_start`` and ``prompt_progress_callback``, as for mlx-lm.
 
@@ -93,7 +93,7 @@ def speculative_generate(
         SpeculativeResponse: mlx-lm's response with ``drafted`` and ``accepted``.
 
     Raises:
-        ValueError: The prompt is empty or not of the vocabulary, an argument is none of those
+        ValueError: The prompt is empty or has tokens outside the vocabulary, an argument is not as
             above, the draft does not fit the model or is used by another generation, or the cache
             cannot be rolled back.
     """
@@ -194,7 +194,7 @@ class _Proposal:
     begin: float
     asked: int
     guesses: list[int]
-    missed_s: float  # seconds in which the draft read tokens decoded without drafts
+    missed_s: float  # seconds in which the draft caught up with undrafted tokens
     draft_s: float  # seconds until the guesses were there, ``missed_s`` included
 
 
@@ -204,13 +204,13 @@ class _Rounds:
     def __init__(self, target, chooser, policy, last, max_tokens):
         self._target, self._draft = target, target.draft
         self._chooser, self._policy = chooser, policy
-        # The newest token [1], accepted but not yet in the target's cache, and the rest of its
-        # tuple (log probabilities, from_draft, round); None after the tuple was yielded.
+        # ``_last``: the newest token [1], accepted but not yet in the target's cache. ``_pending``:
+        # the rest of its tuple (log probabilities, from_draft, round), or None once yielded.
         self._last, self._pending = last, None
         self._left = max_tokens if max_tokens >= 0 else float("inf")
         self._number = 0  # the round's number
-        self._missed = 0  # tokens that the draft has not read since it was last asked
-        self._in_flight = False  # the last round had no drafts and began this round's token
+        self._missed = 0  # tokens since the draft was last asked; it has not read them
+        self._in_flight = False  # the last round, without drafts, began to compute this token
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
         """Yield ``speculative_generate_step``'s tuples."""
@@ -255,7 +255,7 @@ class _Rounds:
         self._target.keep(1)
         token, pending = self._last.item(), self._pending
         seconds = time.perf_counter() - proposal.begin
-        if proposal.asked:  # the draft gave none
+        if proposal.asked:  # the draft was asked, and guessed nothing
             self._tell_drafted(proposal, 0, self._policy.plain_s)
         else:
             if self._in_flight:
@@ -352,7 +352,7 @@ class _Target:
         self._read = None
 
     def finish(self, unread: mx.array | None) -> None:
-        """Keep in the caches the tokens that the caller took; then read ``unread``, if given."""
+        """Leave only tokens that the caller took in the caches; then read ``unread``, if given."""
         if self._read is not None:
             self.keep(self.accepted)
         if self._given is None:

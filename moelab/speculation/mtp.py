@@ -1,8 +1,8 @@
 """MTP: the draft head that a model was trained with, which mlx-lm leaves out of its own models.
 
 One decoder layer guesses token i + 2 from the hidden state of token i and the embedding of token
-i + 1 (DeepSeek-V3, arXiv 2412.19437, section 2.2). For each further guess, the layer's own output
-takes the place of the hidden state. Embedding and head are the target's.
+i + 1 (DeepSeek-V3, arXiv 2412.19437, section 2.2). The layer's own output takes the place of the
+hidden state for each further guess. The layer uses the target's embedding and output head.
 """
 
 import re
@@ -37,8 +37,8 @@ PARTS = {
 # Keys that give a family's model one layer, with full attention and experts.
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
-# A norm with a smaller mean is stored as weight - 1. In published heads of Qwen3.5 and 3.6 the mean
-# of the weight is 1.7 (q, k) or 0.9 (layernorm), and the mean of weight - 1 at most 0.8 or 0.4.
+# A norm with a mean below these is stored as weight - 1. Published heads of Qwen3.5 and 3.6 have a
+# mean weight of 1.7 (q, k) or 0.9 (layernorm). Their mean of weight - 1 is at most 0.8 or 0.4.
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 
@@ -104,7 +104,7 @@ def _trunk(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
-    """Whether a norm is stored as weight - 1: some converters add the 1 to some norms only."""
+    """Whether a norm is stored as weight - 1: some converters add 1 to only some of the norms."""
     w = norms[name].astype(mx.float32)
     mean, least = w.mean().item(), (m for part, m in LEAST_MEAN.items() if part in name)
     if (w < 0).mean().item() > 0.02:  # hardly any weight is negative
@@ -116,7 +116,7 @@ def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
 
 
 def is_head(config: dict) -> bool:
-    """Whether a configuration is that of a folder with a head alone."""
+    """Whether a configuration belongs to a folder that holds only a head."""
     return config.get("model_type") == SIDECAR
 
 
@@ -168,7 +168,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         if "text_config" in config:
             changes = {"text_config": config["text_config"] | ONE_LAYER}
         if "quantization" in config or "quantization_config" not in config:
-            # config.json has other names for single modules; mlx-lm infers their bits from shapes.
+            # Drop the settings of single modules: their names differ, and mlx-lm infers the bits.
             said = config.get("quantization", {"group_size": 64, "bits": 4})
             changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 
@@ -190,9 +190,9 @@ class MTPDraft:
     """A model's own draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     The head is loaded from the target's checkpoint, if that has the head's tensors, or from a
-    folder with the head alone. ``cache`` lists the head's cache, which has an entry for each token
-    but the first, and a cache with the hidden state ``[1, D]`` of the newest token that the target
-    has read. For the methods see ``drafts.Draft``.
+    folder with the head alone. ``cache`` lists two caches. The head's cache has an entry for each
+    token but the first. The other cache has the hidden state ``[1, D]`` of the newest token that
+    the target has read. For the methods see ``drafts.Draft``.
 
     Args:
         path_or_hf_repo (str or Path): The folder or Hub repository of the checkpoint or head.
@@ -236,8 +236,8 @@ class MTPDraft:
         self._embed = own or self._embed
         compute_alike(self.model, model, probe.dtype)
         self.cache = cache or self.make_cache()
-        # What the head has not read: tokens, and the hidden state of the token before each. Between
-        # two rounds one more state waits: that of the newest token, whose next token is unknown.
+        # Tokens that the head has not read, and the hidden state of the token before each. One more
+        # state waits between two rounds: the newest token's, since its next token is unknown.
         self._tokens, self._hidden = [], [h for h in self.cache[-1].cache if h is not None]
         self._guessed = 0  # cache entries of guesses that the target may refuse
 
@@ -246,7 +246,7 @@ class MTPDraft:
             trim_prompt_cache(self.cache[:-1], self._guessed - 1)
         if self._guessed:
             self._count(tokens.size)
-        # If no hidden state waits, the first token was read with the guesses, or begins the text.
+        # Without a waiting state, the first token was read with the guesses or begins the text.
         self._tokens.append(tokens if self._hidden else tokens[1:])
         self._hidden.append(features)
         self._guessed = 0
@@ -278,7 +278,7 @@ class MTPDraft:
             out = self._read(guesses[-1], out)
 
     def _count(self, kept):
-        """Count a round's ``kept`` tokens, and say once if nearly all drafts are refused."""
+        """Count a round's ``kept`` tokens, and warn once if nearly all drafts are refused."""
         before, self._drafted = self._drafted, self._drafted + self._guessed
         self._compared += min(kept, self._guessed)
         self._accepted += kept - 1

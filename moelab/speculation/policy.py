@@ -1,4 +1,4 @@
-"""Decides how many tokens to draft, without numpy, which took 1.3% of tiny-moe's CPU time."""
+"""Decides how many tokens to draft. It avoids numpy, which took 1.3% of tiny-moe's CPU time."""
 
 from bisect import bisect_left
 from collections import deque
@@ -11,17 +11,17 @@ GAIN = 1.03  # a number of drafts must promise this many times the undrafted spe
 # Tokens become faster while slots fill, so 2 tokens are timed without drafts after 8 rounds with
 # drafts. The number of rounds doubles each time, up to 64.
 REFRESH_ROUNDS, REFRESH_TOKENS = (8, 64), 2
-MIN_PLAIN_TOKENS = 4  # undrafted tokens to time before anything is compared with them
+MIN_PLAIN_TOKENS = 4  # undrafted tokens that are timed before drafting is compared with them
 ASK_EVERY = 4  # tokens between two decisions whether to draft, as a decision costs time too
 COMPILE_FACTOR = 4  # a first draft that takes this many times its estimate was compiling kernels
 FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
-FORGET_ROUND = 0.97  # the same weight after a round with drafts, which adds new acceptance
+FORGET_ROUND = 0.97  # weight of earlier acceptance after a round with drafts
 
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Until a verify pass is measured, each position after a pass's first is assumed to cost 0.65 times
-# a prompt's position. If no prompt was timed, each is assumed to cost a third of a plain token.
+# Assumed cost of each further position of a verify pass, before such a pass is measured: 0.65 times
+# a prompt's position, or a third of a plain token if no prompt was timed.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: their cost is mostly fixed
 NUM_TIMES = 16  # latest times, of which a median or minimum is taken
@@ -31,14 +31,15 @@ NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or po
 class Policy:
     """Chooses the number of drafts that promises most tokens a second, 0 included.
 
-    A round that drafts n tokens costs the seconds to draft them and to pass over n + 1 positions,
-    measured or estimated from other n. It brings 1 + a1 + a1 a2 + ... tokens, where ai is how often
-    the i-th draft was accepted once the drafts before it were.
+    The cost of a round is the time to draft n tokens and to verify n + 1 positions, measured or
+    estimated from other n. The round brings 1 + a1 + a1 a2 + ... tokens, where ai is the acceptance
+    rate of the i-th draft after accepted drafts.
 
-    The loss is the time of the rounds with drafts, less the time of as many tokens without
-    drafts. A round drafts only if the loss stays within a limit, even if nothing is accepted. The
-    limit is ``risk`` times the time of the text without drafts (of at least ``horizon`` tokens, or
-    ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at most to its double.
+    The loss is the time of the rounds with drafts, less the time of the same number of tokens
+    without drafts. A round drafts only if the loss stays within a limit, even if nothing is
+    accepted. The limit is ``risk`` times the time of the text without drafts (of at least
+    ``horizon`` tokens, or ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at
+    most to its double.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
@@ -59,7 +60,7 @@ class Policy:
         self._num_prompts = 0  # prompts that the draft has read
         self._position_s = None  # seconds of each position of a prompt
         self._tried, self._won = [0.0] * max_draft_tokens, [0.0] * max_draft_tokens
-        self.lost_s = self._banked_s = 0.0  # lost in this text (below 0: won); won in earlier texts
+        self.lost_s = self._banked_s = 0.0  # of this text (below 0: won); won by earlier texts
         self.begin()
 
     def begin(self, max_tokens: int = -1) -> None:
@@ -97,7 +98,7 @@ class Policy:
         missed: int = 0,
         missed_s: float = 0.0,
     ) -> None:
-        """Note a round with drafts, before which the draft read ``missed`` tokens."""
+        """Note a round with drafts. The draft read ``missed`` tokens before the round."""
         self.num_tokens += accepted + 1
         self._rounds += 1
         self._forget(FORGET_ROUND)
@@ -105,7 +106,7 @@ class Policy:
             self._tried[i] += 1
             self._won[i] += i < accepted
         # A first pass allocates memory, and records or compiles kernels (36 ms instead of 14 on an
-        # H200). Its time counts at most as expected; so does a first draft that compiles.
+        # H200). So its time counts as no more than expected, as does a first draft that compiles.
         if drafted in self._unused:
             self._unused.discard(drafted)
             most_s = max(_interpolated(drafted, self._numbers, self.draft_s()), self.plain_s)
@@ -119,7 +120,7 @@ class Policy:
         self.lost_s += missed_s + draft_s + verify_s - (accepted + 1) * self.plain_s
 
     def choose(self, missed: int = 0, most: float = float("inf")) -> int:
-        """Choose how many tokens to draft, at most ``most``; the draft first reads ``missed``."""
+        """Choose how many tokens to draft, at most ``most``. The draft first reads ``missed``."""
         if self._rounds >= self._refresh:
             self._rounds = -REFRESH_TOKENS
             self._refresh = min(2 * self._refresh, REFRESH_ROUNDS[1])
@@ -140,7 +141,7 @@ class Policy:
             gain = tokens[n] * self.plain_s / cost_s
             if n <= most and gain > GAIN:
                 promising.append((gain, -n, missed_s + cost_s - self.plain_s))
-        # Half of ``left_s`` first: after a bad beginning drafts become shorter before they stop.
+        # Try half of ``left_s`` first, so that drafts become shorter after losses before they stop.
         for share in (0.5, 1):
             affordable = [p for p in promising if p[2] <= share * left_s]
             if affordable:
@@ -153,7 +154,7 @@ class Policy:
         self._won = [weight * n for n in self._won]
 
     def acceptance(self) -> list[float]:
-        """How often each draft ``[max_draft_tokens]`` is accepted once those before it are."""
+        """The acceptance rate of each draft ``[max_draft_tokens]`` after accepted drafts."""
         prior = (sum(self._won) + PRIOR_ACCEPTED) / (sum(self._tried) + PRIOR_TRIED)
         prior *= PRIOR_AT_POSITION
         return [(w + prior) / (t + PRIOR_AT_POSITION) for w, t in zip(self._won, self._tried)]
@@ -170,7 +171,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # Times of a single number count for all numbers: one pass drafts a block of any length.
+        # A single timed number stands for all numbers, as one pass may draft a block of any length.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:
@@ -180,7 +181,7 @@ class Policy:
 
 
 class Always:
-    """The policy that always drafts the same number of tokens; the caller limits it to ``most``."""
+    """A policy that drafts a fixed number of tokens; callers limit the number to ``most``."""
 
     plain_s = 0.0
 

@@ -1,4 +1,4 @@
-"""A tape keeps a recurrent layer's work in a pass, and gives the cache after fewer tokens.
+"""A tape records a recurrent layer in a pass, and gives the layer's cache after fewer tokens.
 
 While ``recording`` lasts, a pass of the model leaves one ``Tape`` for each ``ArraysCache``. A tape
 computes the cache's arrays after the first n tokens; it needs no weights and no experts for that.
@@ -31,8 +31,8 @@ class Form(NamedTuple):
 
 
 # Keys are functions that a layer's module imports; ``ssm_step`` is a layer's method. ``Rollback``
-# restores the states of a family whose recurrence is missing here. For such a family
-# ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/drafting.py`` names it.
+# restores the states of a family whose recurrence is missing here. The test
+# ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/drafting.py`` names the family.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
     "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
@@ -118,7 +118,7 @@ class _Recurrence:
         return y, step.state
 
     def _with_states(self, arguments, T):
-        """Return the output, and the state after every token: in a kernel's array, or a list."""
+        """Return the output and the states after every token, as a kernel's array or a list."""
         if self._on_cuda(arguments):
             return self._call(arguments, every=True)
         ys, states = [], []
@@ -150,7 +150,7 @@ class _Recurrence:
 
 
 class Recorder:
-    """Puts one recurrent layer's work on tape: its hooks run copies of the layer's methods."""
+    """Puts one recurrent layer's work on tape, by hooks that run copies of the layer's methods."""
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
@@ -182,7 +182,7 @@ class Recorder:
             self._install_hooks()
 
     def remove(self) -> None:
-        """End recording. Undoes an interrupted ``install`` too."""
+        """End recording, also after an interrupted ``install``."""
         if self._is_block:
             object.__setattr__(self.layer, "recorder", None)
         self._remove_hooks()
@@ -232,7 +232,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Yield a pass's tapes by cache id: with all states if ``keep_states``, else with inputs."""
+    """Yield a pass's tapes by cache id. They keep all states if ``keep_states``, else inputs."""
     tapes = {}
     try:
         for recorder in recorders:
@@ -254,7 +254,7 @@ def recorders(model: nn.Module) -> list[Recorder]:
 
 
 def _contiguous(x):
-    """Make an array contiguous. A numpy array is copied now, not by MLX with the next token."""
+    """Make an array contiguous. Copy a numpy array now; MLX would copy it with the next token."""
     return mx.contiguous(x) if isinstance(x, mx.array) else kernels.to_mlx(np.ascontiguousarray(x))
 
 

@@ -7,9 +7,9 @@ text. ``Rollback`` has three strategies to get the state after fewer tokens:
     replay    keep a recurrence's inputs, and run the recurrence alone, without weights and experts
     states    keep the state after every token (but ``kernels.gated_delta`` uses replay)
 
-``states`` costs memory. It also costs time for Mamba 2 and on Metal, where mlx-lm computes tokens
-together otherwise. ``auto`` restores if a recurrence is unknown, replays on Metal or if the states
-take more than ``STATES_NBYTES``, and else keeps states.
+``states`` costs memory. It also costs time for Mamba 2 and on Metal, where mlx-lm otherwise
+computes several tokens together. ``auto`` is ``restore`` for an unknown recurrence, ``replay`` on
+Metal or for states of more than ``STATES_NBYTES``, and otherwise ``states``.
 """
 
 from contextlib import contextmanager
@@ -37,9 +37,9 @@ class Rollback:
         rollback.undo(n)            # the cache is as after the first T - n tokens
         rollback.commit()           # drops what undoing would need
 
-    ``undo`` may take back several passes, up to the last ``commit``. The model's layers are changed
-    during a pass only. Entries of ``cache`` may be replaced between a commit and the next pass, as
-    mlx-lm does to quantize them.
+    ``undo`` may take back several passes, up to the last ``commit``. ``Rollback`` changes the
+    model's layers only during a pass. The caller may replace entries of ``cache`` between a commit
+    and the next pass: mlx-lm does so to quantize them.
 
     Args:
         model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it.
@@ -67,7 +67,7 @@ class Rollback:
         self._tapes_checked = False
 
     def __call__(self, tokens: mx.array, **kwargs) -> mx.array:
-        """Call the model on tokens ``[B, T]``. If it raises, the caches are as before the pass."""
+        """Call the model on tokens ``[B, T]``. An error leaves the caches as before the pass."""
         current = _Pass(tokens, [(c, _snapshot(c, tokens.shape[1])) for c in leaves(self.cache)])
         try:
             with lock(self.model), self._recording(current):
@@ -137,7 +137,7 @@ class Rollback:
         return not on_metal() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
-        """Whether the tapes of a whole pass give the same arrays as the caches hold after it."""
+        """Whether the tapes give, for a whole pass, the arrays that the caches hold after it."""
         equal = [
             mx.array_equal(a, b)
             for tape in current.tapes.values()
@@ -171,7 +171,7 @@ class _Pass:
             _take_back(c, snapshot)
 
     def shorten(self, n: int) -> bool:
-        """Take back the last ``n`` tokens, not all; False if a recurrent cache has no tape."""
+        """Take back the last ``n`` tokens, but not all. False: a recurrent cache has no tape."""
         complete = True
         for c, snapshot in self.snapshots:
             if not isinstance(c, ArraysCache):
@@ -215,7 +215,7 @@ def _length(c) -> int:
 
 
 def _copies(arrays) -> tuple:
-    # mx.array shares the data. MLX copies it only if one of the two arrays is written to.
+    # The new array shares the data. MLX copies the data only if one of the two arrays changes.
     return tuple(None if x is None else mx.array(x) for x in arrays)
 
 

@@ -1,8 +1,8 @@
 """Chooses the target's tokens, and counts the guesses that agree with them.
 
-The target chooses every token. Each position has its own random numbers. A draft and the target
-use the same numbers at a position, and choose the same token from equal distributions. So any
-sampler works (Daliri et al., 2408.07978).
+The target chooses every token. Each position has its own random numbers, which the draft and the
+target share. So the draft and the target choose the same token if their distributions are equal,
+with any sampler (Daliri et al., 2408.07978).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Chooser:
     ) -> tuple[mx.array, mx.array]:
         """Give the target's tokens ``[k]`` and log probabilities ``[k, V]`` for logits ``[k, V]``.
 
-        Row i of the logits follows the first i of ``drafts`` ``[k - 1]``.
+        Row i of the logits comes after the first i tokens of ``drafts`` ``[k - 1]``.
         """
         self._keys = []
         return self._rows(logits, lambda i: drafts[:i] if i else None)
@@ -55,7 +55,7 @@ class Chooser:
             set_state(before)
 
     def commit(self, tokens: mx.array) -> None:
-        """Accept ``tokens``, the first ones that the last call chose."""
+        """Accept ``tokens``: the first of the tokens that the last call chose."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):

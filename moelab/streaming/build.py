@@ -79,7 +79,7 @@ def build_model(
 
 def auto_dtype() -> mx.Dtype | None:
     """The type that ``dtype="auto"`` means here; None: the checkpoint's own."""
-    # On a CPU half precision is 16 times slower.
+    # Half precision is 16 times slower on a CPU.
     return mx.float32 if mx.default_device() == mx.cpu else None
 
 
@@ -114,7 +114,7 @@ def _most_chosen(checkpoint, model, modules):
 
 
 def _checked_top_k(checkpoint, config, model, modules, found, always):
-    """Check that K is not above the number of experts or slots; return the K that the router uses."""
+    """Check K against the numbers of experts and slots; return the K that the router uses."""
     file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in modules)
     K = config.top_k if config.top_k is not None else found[2] if found else 1
     if not 1 <= K <= E:

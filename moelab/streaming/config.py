@@ -39,7 +39,7 @@ class Option:
     # The least and the greatest number. A field without bounds and choices takes True or False.
     bounds: tuple[int, int] | None = None
     modes: Collection[str] = MODES  # the modes in which the field has an effect
-    needs: str = ""  # other modes lack this, and refuse the field; "": they ignore the field
+    needs: str = ""  # what other modes lack, so that they refuse the field; "": they ignore it
     for_auto: bool = False  # whether the field has an effect only with ``slots="auto"``
 
     def check(self, name: str, value: Any) -> None:
@@ -232,11 +232,11 @@ class StreamConfig:
     def from_env(cls, **fields) -> "StreamConfig":
         """Make a configuration from the environment variables that SwiftLM's users know.
 
-        ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither: ``buffers``),
-        ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` the slots, ``SWIFTLM_TOP_K`` the top-k.
-        ``fields`` override them.
+        ``MLX_MOE_STACKED`` and ``MLX_MOE_FUSE_GATEUP`` choose the mode (neither: ``buffers``).
+        ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` chooses the slots, and
+        ``SWIFTLM_TOP_K`` chooses the top-k. ``fields`` override the variables.
         """
-        given = {}  # by field: the variables that are set, and their numbers
+        given = {}  # for each field, the variables that are set, and their numbers
         for variable, name in ENVIRONMENT.items():
             least, most = OPTIONS[name].bounds or (0, 1)
             if (text := os.environ.get(variable)) is None:

@@ -22,7 +22,7 @@ class Counters:
     wait_s: float = 0.0  # seconds in which the model waited for reads
     # These count prefetches that began in this phase. The call that needs a prefetched expert may
     # be in the other phase.
-    prefetch_issued: int = 0  # guessed experts; if a read did not begin in time, it was cancelled
+    prefetch_issued: int = 0  # guessed experts; reads that did not begin in time were cancelled
     prefetch_used: int = 0  # prefetched experts that their call needed; they also count as hits
     prefetch_late: int = 0  # used experts whose read had not ended when their call began
     prefetch_wasted: int = 0  # prefetched experts that their call did not need
@@ -70,7 +70,7 @@ class Counting:
         self.now.tokens += tokens
 
     def reads_of(self, reader: Reader) -> None:
-        """Add the reads since the last time to the counters of the last call's phase."""
+        """Add the reads since the last ``reads_of`` to the counters of the last call's phase."""
         total = (reader.reads, reader.nbytes, reader.read_s)
         before, self._read = self._read, total
         self.now.reads += total[0] - before[0]

@@ -32,7 +32,7 @@ MAILBOX_SIZE = 4096
 MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
 # Threads of a kernel's block, and blocks of a kernel that copies: an H200 has 132 multiprocessors.
 THREADS, NUM_COPYING = 256, 132
-# A call that waited this many seconds for its routing asks MLX, which raises if a kernel failed.
+# A call polls for its routing this long, then calls ``mx.eval``, which raises if a kernel failed.
 PATIENCE_S = 0.02
 
 
@@ -86,7 +86,7 @@ _POST = """
         posted[0] = 1;
     }
 """
-# A block of threads copies ``nbytes`` bytes from ``source``, in memory of the host, to ``to``.
+# A block of threads copies ``nbytes`` bytes from ``source`` (in host memory) to ``to``.
 COPY = """
         int i = threadIdx.x;
         if ((((word)source | (word)to | (word)nbytes) & 15) == 0) {
@@ -161,7 +161,7 @@ class Mailbox:
         mx.async_eval(self._posted)
 
     def collect(self, indices: mx.array) -> np.ndarray:
-        """Wait for the numbers of the array that was posted last; return a copy, uint32."""
+        """Wait for the numbers of the array that was posted last; return a uint32 copy of them."""
         words = self._words  # polled, as MLX's ``eval`` would sleep
         end = time.perf_counter() + PATIENCE_S
         while not words[0]:
@@ -180,7 +180,7 @@ class Mailbox:
     ) -> mx.array:
         """An array like ``indices`` that a kernel fills with at most ``MAILBOX_SIZE`` host numbers.
 
-        The kernel runs after ``indices`` and ``after``, and makes each copy once its bytes arrived.
+        The kernel runs after ``indices`` and ``after``. It waits for the bytes of each copy.
         """
         self.wait()
         words, chunk = [], 0
@@ -200,7 +200,7 @@ class Mailbox:
         return self._sent
 
     def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
-        """Return a zero ``[1]``, computed after ``after`` and up to ``MAX_COPIES`` copies."""
+        """Make at most ``MAX_COPIES`` copies after ``after``; return a zero ``[1]`` after them."""
         return self.send(np.zeros(1, np.uint32), self._one, copies, after)
 
     def wait(self) -> None:
@@ -210,7 +210,7 @@ class Mailbox:
             self._sent = None
 
     def forget(self) -> None:
-        """Forget the array sent last, which is never computed after an error."""
+        """Forget the array that was sent last: nothing computes that array after an error."""
         self._sent = None
 
 
@@ -219,7 +219,7 @@ class Handover:
 
     def __init__(self, through_pinned: bool):
         self.mailbox = Mailbox() if through_pinned and available() else None
-        # Evaluating these reads slots: the last layer's output, or an array that depends on it.
+        # Arrays whose evaluation reads slots: the last layer's output, or one that depends on it.
         self.pending = []
 
     def to_device(
@@ -238,7 +238,7 @@ class Handover:
 
 @cache
 def kernel(name: str, more: str, outputs: str, source: str) -> Callable:
-    """Compile a kernel once in a process; call it with ``n`` ``indices`` and more arrays.
+    """Return a kernel, compiled once in a process, to call with ``n`` ``indices`` and more arrays.
 
     ``more`` declares the other arrays in C (``word``: 64 bits). ``outputs`` names the uint32 arrays
     that the kernel writes. (``mx.fast.cuda_kernel`` would also compile MLX's headers, for 2 s.)

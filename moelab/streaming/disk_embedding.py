@@ -54,7 +54,7 @@ class DiskEmbedding(nn.Module):
         return y[mx.array(which)].reshape(*ids.shape, self._dims)
 
     def _read(self, rows):
-        """Return distinct rows' bytes ``[n, row]``, from memory if used lately, else from disk."""
+        """Return bytes ``[n, row]`` of distinct rows, from memory if used lately, or from disk."""
         table, hot = self._table, self._hot
         cold = [row for row in rows if row not in hot]
         arrived = np.empty((len(cold), table.row_nbytes), np.uint8)
@@ -70,7 +70,7 @@ class DiskEmbedding(nn.Module):
 
 
 class _Places:
-    """Where the rows of a table lie: in the tensors of its shards, by the parameter's name."""
+    """Finds a table's rows in the tensors of the table's shards, by the parameters' names."""
 
     def __init__(self, shards, places):
         self.starts = np.cumsum([0] + [len(shard.weight) for shard in shards])
@@ -82,7 +82,7 @@ class _Places:
         self.files = {t.file: reader.open(t.file) for p in self.places for t in p.values()}
 
     def reads(self, rows, into):
-        """Yield what ``Ranges.of`` takes to read rows into memory ``[n, row_nbytes]``."""
+        """Yield reads of rows into memory ``[n, row_nbytes]``, in the form for ``Ranges.of``."""
         if not 0 <= rows[0] <= rows[-1] < self.starts[-1]:
             raise IndexError(f"expected rows from 0 to {self.starts[-1] - 1}, got {rows[-1]}")
         for row, memory in zip(rows, into):
@@ -95,7 +95,7 @@ class _Places:
                 at += size
 
     def arrays(self, rows):
-        """The parameters ``[n, ...]`` that the bytes ``[n, row_nbytes]`` of n rows hold."""
+        """Turn the bytes ``[n, row_nbytes]`` of n rows into the parameters ``[n, ...]``."""
         ends = np.cumsum([*self.sizes.values()])
         parts = zip(self.places[0].items(), np.split(rows, ends[:-1], axis=1))
         return {

@@ -20,13 +20,13 @@ from .disk_embedding import DiskEmbedding
 from .residency.bank import slot_nbytes
 
 # A decoding call has at most this many tokens: one of each text in a batch, or one and its drafts.
-# A longer call is a prompt: slots lend a prompt memory, and its states are evaluated on the way.
+# A longer call is a prompt: it borrows memory of slots, and its states are evaluated on the way.
 FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# A layer without its experts keeps so many arrays of the hidden size for a token: ``BLOCK_VALUES``
-# with MLX's kernels, ``STREAM_VALUES`` with the fast kernels. The fast kernels also keep the
-# results of the layer's other matrices, ``BLOCK_COPIES`` times.
+# A layer without its experts keeps arrays of the hidden size for a token: ``BLOCK_VALUES`` arrays
+# with MLX's kernels, ``STREAM_VALUES`` arrays with the fast kernels. The fast kernels also keep
+# the results of the layer's other matrices, ``BLOCK_COPIES`` times.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
@@ -41,9 +41,9 @@ class ModelFacts:
     expert_nbytes: int  # one expert of the first layer on disk
     layers_nbytes: tuple[int, ...]  # one slot of each layer
     path: Path = Path()  # of the checkpoint
-    # The experts' parameters by path in the model. ``located``: the places of those that are read
-    # into slots. ``resident``: those that stay in memory for all E. ``scattered``: those that
-    # cannot be read, since an expert's bytes are not contiguous.
+    # The experts' parameters, by path in the model. ``located`` has the places of parameters that
+    # are read into slots. ``resident`` parameters stay in memory for all E. ``scattered``
+    # parameters cannot be read, since an expert's bytes are not contiguous.
     located: dict[str, ExpertTensor] = field(default_factory=dict, repr=False)
     resident: tuple[str, ...] = field(default=(), repr=False)
     scattered: tuple[str, ...] = field(default=(), repr=False)
@@ -51,7 +51,7 @@ class ModelFacts:
     num_blocks: int = 0  # all layers, those without experts as well
     dtype: mx.Dtype = mx.float32  # of the activations
     table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
-    backbone_nbytes: int = 0  # all but the experts; of a table on disk, the rows in memory
+    backbone_nbytes: int = 0  # all but the experts; a table on disk counts with its rows in memory
     resident_nbytes: int = 0  # the experts' parameters that stay in memory for all E, beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
     states_nbytes: int = 0  # the recurrent states of a text
@@ -106,7 +106,7 @@ class ModelFacts:
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes of the checkpoint, less experts and a table of embeddings that is not the head."""
+        """Checkpoint bytes without the experts and without embeddings that are not the head."""
         experts = self.num_layers * self.num_experts * self.expert_nbytes
         return self.checkpoint_nbytes - experts - self.table_nbytes
 
@@ -116,7 +116,7 @@ class ModelFacts:
         return self.dense_nbytes + self.num_layers * self.top_k * self.expert_nbytes
 
     def few_nbytes(self, tokens: int) -> int:
-        """The bytes of a call's arrays and logits, for at most ``FEW_TOKENS`` of its tokens."""
+        """The bytes of arrays and logits for ``tokens`` of a call, at most ``FEW_TOKENS``."""
         return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
 
     def arrays_nbytes(self, tokens: int) -> int:
@@ -127,7 +127,7 @@ class ModelFacts:
 def facts_of(
     model: nn.Module, checkpoint: Checkpoint, config: StreamConfig, top_k: int
 ) -> ModelFacts:
-    """Find facts from shapes, types and two calls with a token; nothing is evaluated."""
+    """Find facts from shapes, types and two calls with one token each; evaluate nothing."""
     caches = []
 
     def call(tokens, cache):  # with a damaged config.json, making the caches may fail too
@@ -157,7 +157,7 @@ def facts_of(
     ]
     dtype = _activation_dtype(model)
     token = _token_values(model, linears, checkpoint, config, top_k) * dtype.size
-    each = few = 0  # bytes of logits, for one token and for few; the fast kernels copy them, too
+    each = few = 0  # bytes of one token's and few tokens' logits; fast kernels also copy logits
     if config.kernels == "fast" and logits is not None:
         each = 2 * logits.shape[-1] * dtype.size
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
@@ -225,7 +225,7 @@ def _grown(cache, context):
 
 
 def _token_values(model, linears, checkpoint, config, top_k):
-    """Estimate the largest layer's values for a token: 1.1 to 1.3 times the measured number."""
+    """Estimate how many values a token takes in the largest layer, 10 to 30% over measurements."""
     fast, most, D = config.kernels == "fast", 0, 0
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
@@ -246,7 +246,7 @@ def _token_values(model, linears, checkpoint, config, top_k):
 
 
 def _outputs(model):
-    """Return how many outputs the matrices of the largest block have, without experts."""
+    """Return the number of outputs of the largest block's matrices, without its experts."""
     outputs = Counter()
     for path, module in model.named_modules():
         layer = next((i for i, part in enumerate(path.split(".")) if part.isdigit()), None)

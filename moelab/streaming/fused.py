@@ -37,10 +37,10 @@ class FusedSwitchGLU(nn.Module):
 
 FastFusedSwitchGLU = kernels.with_mixin(kernels.ExpertsInModule, FusedSwitchGLU)
 
-# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads three tiles of 64 inputs or more, even if a
+# MLX's tiled quantized matmul on CUDA (qmm_sm80) loads at least three tiles of 64 inputs, even if a
 # row is shorter. So it reads past the last row of inputs and of weights.
 TILES, TILE = 3, 64
-PADDING_NBYTES = 256  # bytes behind the weights
+PADDING_NBYTES = 256  # bytes of padding behind the weights
 
 
 class PaddedLinear(QuantizedSwitchLinear):

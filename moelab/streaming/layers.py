@@ -21,7 +21,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows of S slots with the same kernel as ``size`` rows of E experts."""
+    """The fewest and most rows with which S slots run the kernel of ``size`` rows of E experts."""
     # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
     # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
@@ -52,8 +52,8 @@ class StreamedExperts(nn.Module):
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
         # A prefetcher sets a function here while it asks the router. A call then gives the function
-        # the router's indices and computes nothing. An attribute serves, not a hook: the session
-        # clears the attribute after an interrupt.
+        # the router's indices and computes nothing. This is an attribute and not a hook, since the
+        # session clears the attribute after an interrupt.
         self.probe = None
         # Makes a bank of S slots. It does not refer to this layer: no cycle keeps a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
@@ -119,7 +119,7 @@ class StreamedExperts(nn.Module):
         """Finish a call that needs no expert of this rank."""
 
     def _without_waiting(self, x, indices):
-        """Compute a call if the host need not know its routing, else return None."""
+        """Compute a call whose routing the host need not know; return None for other calls."""
 
     def _ask(self, x):
         session = self.session
@@ -178,7 +178,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
             self.session.residency.prefetch(self.index, *guess)
 
     def _bring(self, x, pairs, asked, computed=()):
-        """Yield a call's experts as they arrive, then start the reads of guessed experts."""
+        """Yield a call's experts as they arrive, and start the reads of guessed experts."""
         session = self.session
         guesses = session.residency.prefetches
         if guesses and self.expects:
@@ -240,7 +240,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
 
 class Parts(Pairs):
-    """Pairs that MLX computes in parts, into ``computed``; ``size``: the pairs of all ranks."""
+    """Pairs that MLX computes part by part into ``computed``; all ranks have ``size`` pairs."""
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)

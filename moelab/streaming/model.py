@@ -50,7 +50,7 @@ from .session import Session, recurrent_states, session_of, stats
 
 
 class LoadedModel:
-    """Mixed into a loaded model's class: counts calls, and runs one thread's call at a time.
+    """The mixin of loaded models: counts calls, and lets one thread at a time call the model.
 
     Hold ``lock`` to keep other threads out for longer than a call.
     """
@@ -80,13 +80,13 @@ class LoadedModel:
                 last, inputs = not more, inputs[..., part.shape[-1] :]
                 self._session.begin(part, cache)
                 waits = self._session.config.lazy_logits and part.shape[-1] > FEW_TOKENS
-                # The logits of all parts but the last may never be used.
+                # Only the last part's logits are sure to be used.
                 with _lazy(self._heads) if waits or not last else nullcontext():
                     outs.append(super().__call__(part, *args, **kwargs))
                 if not last:
                     mx.eval([c.state for c in cache])
                     return_free_memory()  # else the heap would grow a little with each part
-            # Another thread, which may compute the next token, cannot begin to compute lazy states.
+            # Begin here: another thread, which may run the next call, cannot compute lazy states.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
@@ -96,10 +96,10 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the modules that compute logits by fast kernels: at once, never lazily."""
+        """Return the modules whose fast kernels compute logits; these kernels are never lazy."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
-        # A layer's matrix may have as many rows, but has a number in its path.
+        # A matrix in a layer may have as many rows as the vocabulary, but its path has a number.
         outside = [m for name, m in named if not any(map(str.isdigit, name.split(".")))]
         fast = [m for m in outside if hasattr(m, "takes") and "weight" in m]
         return [m for m in fast if m["weight"].ndim == 2 and len(m["weight"]) in words]
@@ -112,7 +112,7 @@ class LoadedModel:
 
 
 def _refused(done):
-    """Return a method that raises: a streamed model cannot be ``done``, for example "saved"."""
+    """Return a method that raises ``ValueError``; ``done`` says what is refused, as "saved"."""
 
     def refuse(self, *args, **kwargs):
         raise ValueError(
@@ -184,15 +184,15 @@ def load(
             refused.
         lazy (bool): Must be False: the backbone is read while loading.
         group (mx.distributed.Group or None): The ranks that divide the experts, from
-            ``mx.distributed.init()``. Default: none, this process holds all experts.
-        draft (Draft or None): What will guess tokens. ``slots="auto"`` leaves memory for the
+            ``mx.distributed.init()``. Default: this process holds all experts.
+        draft (Draft or None): The draft to use later. ``slots="auto"`` leaves memory for the
             draft's caches, and for the recurrent states that verify passes keep.
         texts (int): How many texts are decoded together. ``slots="auto"`` leaves memory for each
             text's caches of ``StreamConfig.context`` tokens.
 
     Returns:
-        tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer, with ``return_config``
-        also the model's configuration.
+        tuple[nn.Module, TokenizerWrapper]: The model and the tokenizer. ``return_config`` adds
+        the model's configuration.
 
     Raises:
         CheckpointError: If the files are damaged or their experts cannot be streamed, or if the
@@ -337,7 +337,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
     model._session, cls = session, type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
     model.__class__ = type(cls.__name__, (mixin, cls), {})
-    stats(model, reset=True)  # the reads of ``host.hold`` belong to loading
+    stats(model, reset=True)  # no call made the reads of ``host.hold``
     return model, model_config
 
 
@@ -347,7 +347,7 @@ def _stream(model, experts, session):
     layer = Stacked if config.mode in SLOT_MODES else Buffers
     streamed = [(path, layer(module, path, i, session)) for i, (path, module) in enumerate(experts)]
     model.update_modules(tree_unflatten(streamed))
-    # Weak, since layers refer to the session: a cycle would keep a deleted model for a while.
+    # Weak references: layers refer to the session, and a cycle would delay a model's deletion.
     session.layers = [weakref.proxy(module) for _, module in streamed]
     if can_empty():  # on a GPU, MLX allocates the slots and the host must not touch them
         _populate(session.residency.layers)
@@ -365,7 +365,7 @@ def _stream(model, experts, session):
 
 
 def _populate(layers):
-    """Take the slots' memory from the system, in huge pages while these come fast (``HUGE_S``)."""
+    """Allocate the slots' memory now, in huge pages while Linux gives them fast (``HUGE_S``)."""
     begin = perf_counter()
 
     def take(layer, nbytes):
@@ -433,7 +433,7 @@ def _read_experts(modules, facts, checkpoint, config):
 
 @contextmanager
 def _lazy(heads):
-    """Inside the block MLX computes these matrices' results lazily: only if they are used."""
+    """Let MLX compute these heads' logits lazily inside the block: only if they are used."""
 
     def takes(x):
         mx.eval(x)  # else the lazy logits would keep all arrays before them in memory

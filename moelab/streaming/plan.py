@@ -1,7 +1,7 @@
-"""``plan`` decides how many slots fit, and ``footprint`` says what a loaded model will take.
+"""``plan`` decides how many slots fit; ``footprint`` predicts the memory of a loaded model.
 
-Notebook 03 measured the choice: decoding is fastest with nearly all of the memory in slots and
-reads past the page cache.
+Notebook 03 measured that decoding is fastest if slots take nearly all of the memory and reads go
+past the page cache.
 """
 
 from collections.abc import Sequence
@@ -34,21 +34,21 @@ from .residency.bank import can_empty
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt:
 # 88 MB, or 111 MB where it compiled the kernels (measured with the four layers of notebook 03).
 PROCESS_NBYTES = 110_000_000
-# On CUDA a plan is for the GPU's memory, of which MLX took 70 to 143 MB beside the planned arrays.
+# The same on CUDA, where the memory is the GPU's: MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
 # A chunk of a prompt may take 7/8 of the memory left for slots where slots lend their memory.
-# Elsewhere a chunk may take a sixteenth of all memory, or what 256 tokens need if that is more, but
-# at most half of the memory left for slots: each chunk reads nearly all experts.
+# Elsewhere it may take 1/16 of all memory, or the bytes of 256 tokens if that is more, but at most
+# half of the memory left for slots. (Few tokens would be slow: a chunk reads nearly all experts.)
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
-# The bytes that a prompt takes beside its arrays, and gives back: freed arrays that the C library
-# keeps, and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to 72 MB; calls of fewer
-# tokens take up to 1.4 times their arrays.
+# Bytes that a prompt needs for a while beside its arrays: freed arrays that the C library keeps,
+# and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to 72 MB; calls of fewer tokens
+# take up to 1.4 times their arrays.
 BESIDE_NBYTES = 72_000_000
 # The reasons for a number of slots.
 ALL = "every expert"
@@ -66,7 +66,7 @@ class AnyDraft(Protocol):
 
 
 class DoesNotFit(ValueError):
-    """A model needs ``nbytes`` of memory with K slots in each layer, more than it may take."""
+    """A model with K slots in each layer needs ``nbytes`` of memory, and may take less."""
 
     def __init__(self, message: str, nbytes: int):
         super().__init__(message)
@@ -87,12 +87,13 @@ class Plan:
     system_nbytes: int = 0  # other available bytes, which are left to the system
     process_nbytes: int = 0  # for the process itself
     prompt_nbytes: int = 0  # for computing ``prompt_tokens`` tokens at once
-    # A prompt's tokens that are computed at once. The model divides a longer call if the cache is
-    # its only other argument. The same ``prefill_step_size`` in mlx-lm also saves memory of logits.
+    # How many tokens of a prompt are computed at once. The model divides a longer call if the cache
+    # is its only other argument. The same ``prefill_step_size`` in mlx-lm saves memory of logits.
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this is true on a CPU
     # with more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be
-    # small. It would hold mostly the experts of the slots, and copies from it take a core's time.
+    # small. A small page cache holds mostly experts that are in slots, too, and copies from the
+    # page cache take a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -109,7 +110,7 @@ class Plan:
         return self.memory_nbytes - taken - self.prompt_slots * self.facts.slot_nbytes
 
     def fits(self, memory_nbytes: float) -> int:
-        """The most slots in each layer, at most E, with which the model fits in this memory."""
+        """How many slots in each layer, up to E, fit in this memory beside the other parts."""
         nbytes = max(0, memory_nbytes - self.other_nbytes)
         return int(min(self.num_experts, nbytes / self.facts.slot_nbytes))
 
@@ -146,7 +147,7 @@ def plan(
         path (str or Path): A model folder.
         config (StreamConfig or None): How to stream; its ``slots`` are replaced. Default:
             ``StreamConfig()``.
-        memory_nbytes (int or None): What the model may take, beside what this process holds.
+        memory_nbytes (int or None): Memory that the model may take beside what this process holds.
             Default: the config's, or what is available now.
         context (int or None): Tokens whose caches must fit. Default: the config's.
         draft, texts, trust_remote_code: As for ``load``.
@@ -179,8 +180,8 @@ def plan_of(
     draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> Plan:
-    """Plan for known facts and this rank's experts; ``most``: the memory of another machine."""
-    # Experts of a layer that this rank holds.
+    """Make a plan from facts, for this rank's experts; ``most`` is another machine's memory."""
+    # A layer has E experts; this rank holds ``held`` of them.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
     reserved = (texts - 1) * facts.caches_nbytes
@@ -200,7 +201,7 @@ def plan_of(
     memory = _filled(most, work, fixed + held * slot, fixed + least * slot)
     tokens, prompt, lendable = work(memory)
     system = max(0, sum(there) - memory)
-    why = f", {WHY_LEFT}" if memory < there[0] else ""  # on a Mac less than is available
+    why = f", {WHY_LEFT}" if memory < there[0] else ""  # a Mac's plan leaves some unused
     parts = {
         "backbone": facts.kept_nbytes,
         f"caches of {config.context} tokens": facts.caches_nbytes,
@@ -262,12 +263,12 @@ def plan_of(
 
 def _beside(draft, facts, config):
     """Subtract a draft's weights from the config's memory; return config and bytes to reserve."""
-    if config.memory_nbytes is not None:  # without a limit, the free memory excludes the weights
+    if config.memory_nbytes is not None:  # else the draft's weights already reduce free memory
         weights = tree_flatten(vars(draft).get("model", {}))
         memory = config.memory_nbytes - sum(p.nbytes for _, p in weights)
         config = replace(config, memory_nbytes=max(1, memory))
-    # The recurrent states before a verify pass and after each of its tokens are kept until the
-    # pass's guesses are accepted or rejected.
+    # A verify pass keeps the recurrent states before it and after each of its tokens, until its
+    # guesses are accepted or rejected.
     states = min(draft.verify_tokens * facts.states_nbytes, STATES_NBYTES) + facts.states_nbytes
     return config, states + grown_nbytes(draft.read_zeros(), config.context)
 
@@ -290,7 +291,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes to fill: ``most.some``, or more if all experts, or else K, need more."""
+    """Return the bytes to fill: ``most.some``, raised to fit all experts or, failing that, K."""
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable
@@ -301,8 +302,8 @@ def _filled(most, work, every, least):
 
 
 def _work(facts, context, taken, memory):
-    """Return how many prompt tokens are computed at once, their bytes, and what slots lend."""
-    left = memory - taken  # what K slots in each layer and all else leave
+    """Return a prompt chunk's tokens, the chunk's bytes, and the bytes that slots lend it."""
+    left = memory - taken  # memory beside K slots in each layer and all else
     if can_empty():  # slots lend their memory
         most = left * 7 // 8
         most -= min(most // (MORE_SHARE + 1), MORE_NBYTES)
@@ -342,7 +343,7 @@ def _for_a_model():
 
 
 def memory_now() -> tuple[int, int]:
-    """The bytes that a model may take before it gives slots back, and before a call is refused."""
+    """A model's bytes above which it gives slots back, and those above which a call is refused."""
     memory, kept = _memory()
     return memory + kept // 2, memory + kept
 

@@ -1,7 +1,7 @@
 """Prefetching: a prefetcher guesses which experts this layer or the next one will need.
 
-Where reads go past the page cache, guessed experts are read at once. Elsewhere threads read them,
-after the experts that a layer waits for.
+Reads of guessed experts begin immediately where reads go past the page cache. Elsewhere threads
+read guessed experts after the experts that a layer waits for.
 """
 
 from contextlib import suppress
@@ -22,30 +22,31 @@ from .trace import Trace
 from .trial import Trial
 
 # ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
-# first expert outside the top-k. With tiny-moe's held-out text and 16 of 64 slots, 84% of the named
-# experts outside the slots are needed; they are 61% of all misses. Without ``SURE``: 71%, 76%.
+# first expert outside the top-k. Measured with tiny-moe's held-out text and 16 of 64 slots: 84% of
+# the named experts that are in no slot are needed, and they are 61% of all misses. Without ``SURE``
+# these figures are 71% and 76%.
 SURE = 1.5
-# The experts that ``Router`` names in a layer are read if at least this share of them was right so
-# far. On a machine where reads take the cores' time, a wrong guess cost about twice what a right
-# guess gained (one run, n=4).
+# ``Router`` reads the experts that it names in a layer if at least this share of its names there
+# was right so far. On a machine where reads take the cores' time, a wrong guess cost about twice
+# what a right guess gained (one run, n=4).
 WORTH = 0.66
 
 
 class Prefetcher:
-    """Guesses which experts the next layer will need; ``blocks`` are those that call ``layers``."""
+    """Guesses which experts the next layer will need; ``blocks[i]`` calls ``layers[i]``."""
 
-    # How many experts of each token a layer's own router is to name before attention (``Router``).
+    # How many experts per token ``Router`` asks of a layer's own router before attention.
     asks_early = 0
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """Arrays for ``guess``, to evaluate with a layer's routing; ``x`` is the layer's input."""
+        """Lazy arrays for ``guess``; the caller evaluates them with the routing of input ``x``."""
         return []
 
     def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:
-        """The layer that runs next and its experts, ``[..., K]``; None: no guess."""
+        """The next layer's number and its guessed experts, ``[..., K]``; None: no guess."""
         return None
 
 
@@ -73,7 +74,7 @@ class Lookahead(Prefetcher):
             x = kernels.to_mlx(x.x)
         asked = []
         experts = self._layers[layer + 1]
-        experts.probe = asked.append  # gets the block's choice
+        experts.probe = asked.append  # the block passes its routing to ``probe``
         try:
             self._blocks[layer + 1](x if x.ndim > 2 else x[None])
         finally:
@@ -85,12 +86,12 @@ class Lookahead(Prefetcher):
 
 
 class Oracle(Prefetcher):
-    """Guesses the experts of a recorded trace, until its last token: the upper bound of guesses."""
+    """Takes its guesses from a recorded trace, until the trace ends: no guess can be better."""
 
     _rows, _next = (), 0
 
     def set_trace(self, trace: Trace) -> None:
-        """Guess by a trace of this model and prompt, from the trace's first decoded token on."""
+        """Take guesses from a trace of this model and prompt, from its first decoded token on."""
         rows, L = trace.experts[trace.phase == "decode"], len(self._layers)
         if rows.shape[1] != L:
             raise ValueError(
@@ -122,20 +123,20 @@ class Router(Prefetcher):
             )
         self._top_k, E = layers[0].session.top_k, min(m.num_experts for m in layers)
         self.asks_early = min(2 * self._top_k, E)
-        # The place, in a router's order, of the first expert that a token does not take. If K is E
-        # all experts are sure.
+        # ``_next`` is the place, in a router's order, of the first expert outside the top-k. All
+        # experts are sure if K is E.
         self._next, self._sure = min(self._top_k, E - 1), SURE if self._top_k < E else 0.0
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return which ``likely`` experts ``[n, asks_early]`` to read, and which to keep."""
+        """Return the ``likely`` experts ``[n, asks_early]`` to read, and those not to evict."""
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
         return [*named] if self._right[layer] >= WORTH else [], likely.ravel().tolist()
 
     def learn(self, layer: int, needed: set[int]) -> None:
-        """Learn from a call's experts which share of guesses is right (mean over some 16 calls)."""
+        """Update the share of right names (a mean over some 16 calls) by the ``needed`` experts."""
         named, self._named[layer] = self._named[layer], ()
         if named:
             share = sum(e in needed for e in named) / len(named)
@@ -147,11 +148,11 @@ PREFETCHERS = {"lookahead": Lookahead, "oracle": Oracle, "router": Router}
 
 def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
     """The prefetcher that may save time here: ``Router``, or ``Lookahead`` on a Mac's GPU."""
-    layers, slots = session.layers, session.residency.layers  # no slots: nothing to read into
+    layers, slots = session.layers, session.residency.layers  # [] in a mode without slots
     if on_cuda() or session.ranks or session.config.source == "host":
         return None
     if all(layer.table.num_slots >= layer.num_experts for layer in slots):
-        return None  # once all have been read nothing is missing
+        return None  # all experts fit: none is missing once all have been read
     with suppress(ValueError):  # this family's routers cannot be asked that way
         return (Lookahead if mx.default_device() == mx.gpu else Router)(layers, blocks)
 
@@ -164,7 +165,7 @@ class Auto:
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):
         self._residency, self._counting, self._starts = residency, counting, starts
-        self._trials, self._call = {}, None  # trials by tokens of a call; the call that runs
+        self._trials, self._call = {}, None  # a trial for each number of tokens; the running call
 
     def begin(self, tokens: int) -> None:
         """Begin to time a call of the whole model."""

@@ -1,7 +1,7 @@
-"""Divides experts over the ranks of ``mx.distributed``, each of which reads its own.
+"""Divides experts over the ranks of ``mx.distributed``; each rank reads its own experts.
 
 In a MoE layer each rank computes the (token, expert) pairs of its experts, and one ``all_gather``
-gives every rank all rows. Nothing is added up on the way, so N ranks give the bits of one process.
+gives every rank all rows. No partial sums are exchanged, so N ranks give the bits of one process.
 Ranks must make the same collective calls in the same order. So they compare settings, headers and
 samples of the weights at load, and the routing of every call.
 """
@@ -51,7 +51,7 @@ def joined() -> mx.distributed.Group | None:
     """
     file, rank = os.environ.get("MLX_HOSTFILE", ""), os.environ.get("MLX_RANK")
     if Path(file).is_file() and not Path(file).read_text().strip():
-        del os.environ["MLX_HOSTFILE"]  # ``mlx.launch -n 1`` writes it empty; MLX refuses that
+        del os.environ["MLX_HOSTFILE"]  # MLX refuses the empty file of ``mlx.launch -n 1``
         rank = None
     others = "the other ranks"
     with suppress(OSError, ValueError, TypeError):  # the file is another backend's, or missing
@@ -94,7 +94,7 @@ class Ranks:
         self._calls = 0  # calls of ``join`` and ``_rows`` so far
         # The last call's layer, all ranks' check words, and this rank's check words.
         self._checks = None
-        # When this rank gives up, after how long a wait, and whether stderr says that it waits.
+        # The time when this rank gives up, how long it waits, and whether stderr has said so.
         self._until, self._patience_s, self._said = None, 0.0, False
         self._closed = threading.Event()
         watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
@@ -103,7 +103,7 @@ class Ranks:
     @classmethod
     @contextmanager
     def loading(cls, group: mx.distributed.Group | None) -> Iterator["Ranks | None"]:
-        """Yield the ranks (None: one process). All leave the block together; an error ends all."""
+        """Yield the ranks (None: one process). All ranks end the block, or fail, together."""
         if group is None or group.size() == 1:
             yield None
             return
@@ -142,7 +142,7 @@ class Ranks:
         return values
 
     def _rows(self, row):
-        """Collect and check each rank's bytes, [N, n]: MLX may give wrong ones if a rank ended."""
+        """Collect and check all ranks' bytes, [N, n]: MLX may give wrong bytes if a rank ended."""
         self._calls += 1
 
         def check(row):
@@ -167,7 +167,7 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """Let this rank wait; its process ends ``patience_s`` s after the last ``answered()``."""
+        """Wait inside the block; end the process ``patience_s`` s after the last ``answered``."""
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:
@@ -194,8 +194,8 @@ class Ranks:
                 "StreamConfig.dtype."
             )
         # Each rank sends a block of n + 1 rows, where n is the most pairs of any rank. A block's
-        # first row names the call and its routing, in numbers of 8 bits, which all types of
-        # activations hold exactly.
+        # first row has check words of the call and its routing. They are 8-bit numbers, because
+        # all types of activations hold these exactly.
         self._calls += 1
         routing = zlib.crc32(np.ascontiguousarray(routed, np.uint32))
         words = [self._calls % 251 + 1, self._calls // 251 % 256, *routing.to_bytes(4, "little")]
@@ -215,7 +215,7 @@ class Ranks:
         return blocks[kernels.to_mlx(places)].reshape(*routed.shape, D), checks
 
     def answered(self) -> None:
-        """Check the last layer's rows, whose arrival shows that the others still take part."""
+        """Check the last layer's rows. Their arrival shows that the other ranks still run."""
         if self._until is not None:
             self._until = monotonic() + self._patience_s
         if self._checks is None:
@@ -280,7 +280,7 @@ class Ranks:
 
 
 def _watch(ranks, closed):
-    """Let the ``Ranks`` behind a weak reference look at the clock until closed or deleted."""
+    """Call ``_look`` of the ``Ranks`` behind a weak reference until they are closed or deleted."""
     while not closed.wait(LOOK_S) and (living := ranks()) is not None:
         living._look()
         del living
@@ -291,7 +291,7 @@ def _digest(parts):
 
 
 def _settings(checkpoint):
-    """Yield name and bytes of the files that tell tokenizers, templates and end tokens apart."""
+    """Yield name and bytes of each file with settings: tokenizer, template and end tokens."""
     for file in sorted(Path(checkpoint.path).iterdir()):
         if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
             yield file.name.encode() + file.read_bytes()

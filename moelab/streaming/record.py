@@ -14,7 +14,7 @@ from .trace import Trace
 
 
 class _Recorder:
-    """Keeps the routing of each call; a call that did not reach all layers has failed."""
+    """Keeps the routing of each call; ``fill`` leaves out calls that did not reach all layers."""
 
     def __init__(self):
         self.calls = []  # (token ids, phase, {layer: routed})
@@ -41,7 +41,7 @@ class _Recorder:
 def replacing_indices(
     modules: list[nn.Module], replace: Callable, innermost: bool = False
 ) -> Iterator[None]:
-    """Module i gets ``replace(i, indices)`` inside the block, unless a prefetcher calls it."""
+    """Pass ``replace(i, indices)`` to module i inside the block, except in prefetchers' calls."""
 
     def call(i, module, original, x, indices):
         if getattr(module, "probe", None) is None:

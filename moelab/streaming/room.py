@@ -32,15 +32,15 @@ REST_S = 60.0
 class Room:
     """Sets how many slots are in use: fewer where memory gets short, more where it is free again.
 
-    Without a plan the slots stay as the user chose them. ``together``: other ranks compute the same
-    calls, so a call is divided by ``Plan.prompt_tokens`` alone, not by how much memory is free.
+    Without a plan the slots stay as the user chose them. ``together`` says that other ranks make
+    the same calls: then a call's parts depend on ``Plan.prompt_tokens`` alone, not on free memory.
     """
 
     def __init__(self, plan: Plan | None, slots: int, residency: Residency, together: bool):
         self._plan, self._residency, self._together = plan, residency, together
-        # ``slots`` remain from now on; fewer are in use while slots lend memory to a prompt.
+        # ``slots``: how many are kept. Fewer are in use while slots lend memory to a prompt.
         self.slots = self._in_use = slots
-        self._warned = slots  # the slots that the last warning named
+        self._warned = slots  # how many slots the last warning named
         self.tokens = 0  # tokens of the call, or part of a call, that began last
         self._look_s = 0.0  # when to look at the memory again
         # A GPU's own memory is not swapped. Elsewhere ``_most`` limits the slots: it falls while
@@ -106,11 +106,11 @@ class Room:
         return min(self._plan.top_k, self._plan.slots)
 
     def _fitting(self, nbytes, free):
-        """The slots that fit in each layer if ``free`` bytes are free and ``nbytes`` needed."""
+        """How many slots fit in each layer if a call needs ``nbytes`` of the ``free`` bytes."""
         return (self._residency.nbytes + free - nbytes) // self._plan.facts.slot_nbytes
 
     def _keep(self, fitting):
-        """Set how many slots are kept if memory has room for ``fitting``; warn if they get fewer."""
+        """Choose how many slots to keep; ``fitting`` slots fit. Warn if many are lost."""
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
         more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # leaves memory to spare
@@ -138,7 +138,7 @@ class Room:
         seconds, self._watch_s = now + WATCH_S - self._watch_s, now + WATCH_S
         before, self._swapped = self._swapped, swapped_s()
         both = zip(before, self._swapped) if before and self._swapped else ()
-        # Memory is not short if pages only come back: a program goes on after a pause.
+        # Memory is not short if pages are only swapped in: a program goes on after a pause.
         if min((b - a for a, b in both), default=0) > SWAPPED_SHARE * seconds:
             slots = min(self._most, self.slots)
             most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))
@@ -149,8 +149,8 @@ class Room:
             self._rest_s *= 1 + self._tried
             self._most = self._warned = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
-            # A Mac counts all programs' swapped pages, and its slots do not return once given back.
-            # So wait longer: a browser that opens then costs only a quarter of the slots.
+            # macOS counts all programs' swapped pages, and slots given back on a Mac do not return.
+            # The longer wait limits the loss to a quarter of the slots when a browser opens.
             self._watch_s += 0 if can_empty() else 5.0
         elif self._most < self._plan.slots and now > self._rest_until:
             self._most, self._tried = self._most + max(1, self._most // 8), True
@@ -178,14 +178,14 @@ class Room:
         )
 
     def look_in_prompt(self) -> None:
-        """Where ``can_empty``, give slots back if memory gets short between a prompt's layers."""
+        """Give slots back if memory gets short between a prompt's layers (if ``can_empty()``)."""
         if self._plan is None or self.tokens <= FEW_TOKENS or not can_empty():
             return
         if (now := perf_counter()) < self._look_s:
             return
         self._look_s = now + LOOK_S
         facts = self._plan.facts
-        # What the prompt takes and frees in a layer, or for the logits after the last layer. A
+        # Bytes per token that a layer, or the logits after the last layer, take and free again. A
         # layer of notebook 03 took 0.1 to 0.7 of a prompt's memory.
         in_layer = max(0.75 * facts.token_nbytes, facts.token_logits_nbytes)
         nbytes = int(self.tokens * in_layer)

@@ -28,8 +28,8 @@ from .residency import host
 from .residency.residency import Residency
 from .room import Room
 
-# When decoding begins after a prompt of this many tokens or more, free memory is returned to the
-# system. This takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
+# Free memory is returned to the system when decoding begins after a prompt of this many tokens or
+# more. The return takes 90 ms after a prompt of 2,000 tokens that took 20 s (2 cores).
 LONG_PROMPT = 256
 
 
@@ -60,7 +60,7 @@ class Session:
             for name, t in facts.located.items()
         }
         self.counting = Counting(found)
-        # On a CPU computing an expert takes about as long as reading it; on a GPU far less.
+        # A CPU takes about as long to compute an expert as to read it; a GPU takes far less.
         overlap = mx.default_device() == mx.cpu
         self.residency = Residency(self.reader, self.handover, self.counting, self.top_k, overlap)
         self.room = Room(plan, config.slots, self.residency, together=ranks is not None)
@@ -84,10 +84,10 @@ class Session:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Run the block as a call of the model, or of a layer by itself, one thread at a time."""
+        """Run the block as a call of the model or of one layer; other threads' calls wait."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
-        # Without layers (mode resident) nothing would look for a held Ctrl-C, so none is held.
+        # Only layers look for a held Ctrl-C. Mode resident has no layers, so it holds none.
         with self.lock, interrupts.held() if self.layers else nullcontext():
             try:
                 self._caller = threading.get_ident()
@@ -160,7 +160,7 @@ class Session:
         self.counting.now.calls += 1
 
     def settle(self) -> None:
-        """Wait until nothing reads slots. (The host knows the routing of the call that follows.)"""
+        """Wait until nothing reads slots, before a call whose routing the host knows."""
         interrupts.look()
         self.residency.settle()
         if self.handover.pending:
@@ -169,12 +169,12 @@ class Session:
             self.room.look_in_prompt()
 
     def routing(self, indices: mx.array, asked: list[mx.array]) -> np.ndarray:
-        """Evaluate routing ``[..., K]``, a prefetcher's arrays ``asked``, and what reads slots."""
+        """Evaluate routing ``[..., K]``, a prefetcher's ``asked``, and arrays that read slots."""
         interrupts.look()
         handover, mailbox = self.handover, self.handover.mailbox
         if mailbox and indices.size <= MAILBOX_SIZE and not asked:
             mailbox.post(indices, *(handover.pending or [indices]))
-            # Settle first: while ``collect`` polls, the threads that read do not get the GIL.
+            # Settle first: the reader's threads do not get the GIL while ``collect`` polls.
             self.residency.settle()
             routed = mailbox.collect(indices)
         else:

@@ -10,8 +10,8 @@ import numpy as np
 from ..checkpoint import describe, regular_file
 
 FORMAT = 1  # version of the file's format
-MAX_EXPERTS = 1 << 16  # the most experts of a layer, whose ids are uint16
-# For each member of the file: the most bytes when unpacked, the kinds of dtype, the dimensions.
+MAX_EXPERTS = 1 << 16  # the most experts of a layer: their ids are uint16
+# Each member of the file: its most bytes when unpacked, its kinds of dtype, its dimensions.
 MEMBERS = {
     "experts.npy": (1 << 29, "iu", 3),
     "decode.npy": (1 << 23, "b", 1),
@@ -29,15 +29,15 @@ class TraceError(ValueError):
 class Trace:
     """The routing of one run.
 
-    Do not change it: what the replay computes from a trace is cached. Make another one.
+    Do not change a trace, make another one: the replay caches what it computes from a trace.
     """
 
     experts: np.ndarray  # [T, L, K] uint16: each token's experts in each layer, in router order
-    phase: np.ndarray  # [T] of "prefill" (in a call with other tokens) or "decode"
-    tokens: np.ndarray  # [T] token ids that went in; ``prefill.tokens`` are the prompt's
-    num_experts: int = 0  # E; 0: one more than the largest expert id
+    phase: np.ndarray  # [T] "decode", or "prefill" if the call had other tokens too
+    tokens: np.ndarray  # [T] the model's input token ids; ``prefill.tokens`` are the prompt's
+    num_experts: int = 0  # E; 0 means the largest expert id plus one
     model: str = ""  # the name of the model, or of what made the trace
-    seed: int | None = None  # of the sampling or the synthesis; None for a greedy run
+    seed: int | None = None  # the seed of the sampling or the synthesis; None for a greedy run
     prompt: str = ""  # the text that was continued, or a description of it
 
     def __post_init__(self):
@@ -69,7 +69,7 @@ class Trace:
         return f"{self.model or 'trace'}: {T} tokens ({n} decoded), {shape}"
 
     def __getitem__(self, rows: slice | np.ndarray) -> "Trace":
-        """The trace of some tokens: a slice, or ``[T]`` of bool."""
+        """The trace of some tokens; ``rows`` is a slice or an array ``[T]`` of bool."""
         return replace(
             self, experts=self.experts[rows], phase=self.phase[rows], tokens=self.tokens[rows]
         )

@@ -4,36 +4,36 @@ from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# Trying the slower kind of call may cost the time of ``COST`` calls in any ``WINDOW`` in a row, as
-# a trial estimates. (In eight simulated regimes it cost the time of 0.3 to 1.1 calls on average.)
+# Trials may cost the time of ``COST`` calls in any ``WINDOW`` calls in a row, as they estimate.
+# (They cost the time of 0.3 to 1.1 calls on average in eight simulated regimes.)
 WINDOW, COST = 128, 0.8
 SETTLE = 2  # calls not compared: the first (kernels record programs) and those after a prompt
 # The most pairs of calls that are compared, and the fewest that decide (one may be disturbed).
 MOST_PAIRS, LEAST_PAIRS = 64, 3
-SURE = 3.5  # standard errors that decide: a trial tests after every pair, so fewer are often wrong
-# Calls between a decision and the next trial: the first number, which doubles up to the second
-# number while trials decide the same.
+SURE = 3.5  # a gap of this many standard errors decides (fewer mislead: every pair is a new test)
+# Calls between a decision and the next trial. The first number doubles, up to the second number,
+# each time that a trial decides the same.
 AGAIN = 256, 4096
 MOST_LOG = 0.7  # a call that takes twice as long as its neighbour was disturbed
-# The error's estimate includes four more pairs that differ by 15%: few pairs prove little.
+# The standard error counts four made-up pairs with a deviation of 15%: few pairs prove little.
 PRIOR_PAIRS, PRIOR_DEVIATION = 4, 0.15
-KEEP = 0.98  # each call multiplies the weight of earlier costs of a missing expert by this
+KEEP = 0.98  # the sums for a missing expert's cost are multiplied by this at each call
 MEAN_CALLS = 32  # calls in the mean number of missing experts (needed, but in no slot)
-CHANGED = 0.5  # a change of that mean, as a share, after which a new trial begins
+CHANGED = 0.5  # a new trial begins when that mean has changed by more than this share
 
 
 class Trial:
-    """Says for each call whether to prefetch (``on``), and keeps what takes less time.
+    """Says for each call whether to prefetch (``on``), and keeps the faster choice.
 
-    It compares two calls in a row at a time, as if both calls had missed equally many experts.
+    It compares the times of two calls in a row, corrected to an equal number of missed experts.
     """
 
     def __init__(self, best: bool):
         self.on = self.best = best
         self.gap = 0.0  # log(time of a call with prefetching / time of one without)
-        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, how many more experts prefetching missed)
+        self._pairs = deque(maxlen=MOST_PAIRS)  # (log, extra missing experts with prefetching)
         self._ends = deque()  # the numbers of the calls that ended the last pairs
-        self._calls, self._next = 0, SETTLE  # calls so far; the call from which to try
+        self._calls, self._next = 0, SETTLE  # calls so far; the first call that may begin a pair
         # Calls until the next trial, whether this trial has decided, and the last decision.
         self._again, self._decided, self._was = AGAIN[0], False, None
         self._first = self._last = None  # the pair's first call, and the last call
@@ -80,13 +80,13 @@ class Trial:
             self._begin()
 
     def _begin(self):
-        """Begin a trial; what was best stays until the trial decides otherwise."""
+        """Begin a trial; the best choice so far stays until the trial decides otherwise."""
         self._pairs.clear()
         self._decided, self._then = False, self._missing
         self._next = min(self._next, self._calls)
 
     def _may_try(self):
-        """Return whether a pair may begin: not soon after a decision, not at too high a cost."""
+        """Return whether a pair may begin: no decision is recent, and a pair costs not too much."""
         if self._calls < self._next:
             return False
         if self._decided:

@@ -10,7 +10,7 @@ HERE = Path(__file__).parents[2]
 
 
 def _committed():
-    """A folder with the files of HEAD but no weights; without a clone, the working copy."""
+    """A folder with HEAD's files except weights, or the working copy if there is no clone."""
     command = ["git", "archive", "HEAD", ".", ":(exclude)*.safetensors"]
     try:
         done = subprocess.run(command, cwd=HERE, capture_output=True, check=True)

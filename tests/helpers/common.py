@@ -28,7 +28,7 @@ FAST = os.environ.get("MOELAB_FAST") == "1"
 
 def tries(n: int, **settings):
     """Hypothesis's settings: ``n`` examples, a quarter of them in ``make test``."""
-    import hypothesis  # here, so that a test's ranks, which import this file, do not need it
+    import hypothesis  # imported here: ranks import this file without hypothesis
 
     return hypothesis.settings(max_examples=n // 4 if FAST else n, **settings)
 
@@ -45,7 +45,7 @@ def loaded(path: Path, **fields) -> nn.Module:
 
 
 def greedy_logits(model: nn.Module, prompt: list[int], steps: int, every=False) -> np.ndarray:
-    """Logits of a prompt's last token (``every``: each token) and of the greedy tokens after it."""
+    """Logits of a prompt's last token (or of all, if ``every``) and of the greedy tokens after."""
     cache, tokens, rows = make_prompt_cache(model), prompt, []
     for _ in range(steps + 1):
         logits = model(mx.array([tokens]), cache=cache)[0]
@@ -62,7 +62,7 @@ def in_passes(model: nn.Module, tokens: mx.array, step: int) -> mx.array:
 
 
 def watched(patch: pytest.MonkeyPatch, owner, name: str, note=lambda *args: args) -> list:
-    """Return a list that gets the arguments of all calls of a function, which works as before."""
+    """Return a list that gets the arguments of a function's calls; the function still works."""
     seen, real = [], getattr(owner, name)
 
     def call(*args, **kwargs):

@@ -19,7 +19,7 @@ MODELS = moelab.DATA / "models"
 PROMPT = [5, 17, 3, 80, 41, 2, 17]
 V = families.VOCAB
 
-# What the configs of mlx-lm's recurrent families without experts have beyond families.COMMON.
+# Config keys of mlx-lm's recurrent families without experts, besides those of families.COMMON.
 DENSE = {
     "mamba": dict(state_size=8, use_bias=False, time_step_rank=4),
     "mamba2": dict(state_size=16, n_groups=1, use_bias=False, tie_word_embeddings=True,
@@ -126,7 +126,7 @@ def repeat(tokens, n, choose):
 
 
 def told(plain):
-    """Guess two right tokens of the text ``plain``, then a wrong one that cuts every block."""
+    """Guess two tokens of the text ``plain``, then a wrong token, so that each block is cut."""
 
     def guess(tokens, n, choose):
         following = plain[len(tokens) :][:n]

@@ -8,7 +8,7 @@
 a new one add an entry to ``FAMILIES`` with what its config.json needs beyond ``COMMON``; the test
 then runs it in every mode. A new family's own name for K goes into ``TOP_K_KEYS`` of
 ``moelab/streaming/build.py``, a new name of its router's weight into ``ROUTERS``. A family that
-cannot stream goes into ``NOT_STREAMED``, one that a CPU cannot run into ``EXPERTS_ONLY``.
+cannot stream goes into ``NOT_STREAMED``, a family that no CPU can run goes into ``EXPERTS_ONLY``.
 
 Every config has D = 64, E = 8, K = 2, unless its family allows only other sizes.
 """
@@ -93,7 +93,7 @@ OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
 @dataclass(frozen=True)
 class Family:
-    """What a config.json (``config``) and its ``text_config`` (``text``) have beyond ``COMMON``."""
+    """Keys of a config.json (``config``) and its ``text_config`` (``text``) besides ``COMMON``."""
 
     config: dict = field(default_factory=dict)
     text: dict | None = None
@@ -210,7 +210,7 @@ MODEL_FILES = {p.stem: p.read_text() for p in Path(mlx_lm.models.__path__[0]).gl
 
 
 def variant_of(name: str) -> str:
-    """Choose a variant by a family's name alone: a new family changes no other's variant."""
+    """Choose a variant by a family's name alone: a new family changes no other family's variant."""
     return COMMON_VARIANTS[zlib.crc32(name.encode()) % len(COMMON_VARIANTS)]
 
 
@@ -284,7 +284,7 @@ def write_checkpoint(name: str, path: Path, variant: str = "affine4", **changes)
                 return not path.endswith("gate_proj")  # one projection is not quantized
             return own(path, module) if own is not None else True
 
-        # prism describes its own packed layers here, which are not changed.
+        # prism's config describes its packed layers here. These layers are not changed.
         packed = config.pop("quantization", None)
         sizes = {k: spec[k] for k in ("group_size", "bits", "mode")}
         sizes["global_scale"] = spec.get("global_scale", False)
@@ -360,7 +360,7 @@ REARRANGED = {"gpt_oss", "llama4", "qwen3_vl_moe"}
 
 
 def write_hugging_face(name: str, path: Path) -> Path:
-    """A checkpoint in its authors' layout, with the same numbers as ``write_checkpoint``'s."""
+    """Write the numbers that ``write_checkpoint`` writes, but in the authors' layout."""
     variant, convert = HUGGING_FACE[name]
     write_checkpoint(name, path, variant)
     config = json.loads((path / "config.json").read_text())
@@ -387,7 +387,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
 
 
 def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: int = 1) -> None:
-    """Write config.json, an index and ``shards`` files; each file gets the next weight in turn."""
+    """Write config.json, an index and ``shards`` files; the files get the weights in turn."""
     path.mkdir(parents=True, exist_ok=True)
     mlx_lm_utils.save_config(config, path / "config.json")
     names, weight_map = sorted(weights), {}

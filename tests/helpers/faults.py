@@ -30,13 +30,13 @@ def read_in_threads(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_in_parts(patch: pytest.MonkeyPatch) -> None:
-    """Let threads read, and let the engine compute experts in parts, as it does with large ones."""
+    """Let threads read, and let the engine compute experts in parts, like large experts."""
     read_in_threads(patch)
     patch.setattr(layer, "PART_NBYTES", 1)
 
 
 def edit_header(file: Path, edit: Callable) -> None:
-    """Let a function change the header of a safetensors file. Its data stay as they are."""
+    """Let a function change the header of a safetensors file; the data do not change."""
     data = file.read_bytes()
     n = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + n])
@@ -47,7 +47,7 @@ def edit_header(file: Path, edit: Callable) -> None:
 
 @contextlib.contextmanager
 def interrupt(n, package):
-    """Raise KeyboardInterrupt before a package's n-th line runs; yield a list that gets the line."""
+    """Raise KeyboardInterrupt before a package's n-th line; yield a list that gets the line."""
     folder, lines, where = str(Path(package.__file__).parent), itertools.count(1), []
 
     def enter(frame, event, arg):
@@ -78,7 +78,7 @@ def at_every_line(package, step, run):
 
 @functools.cache
 def _is_safe(code, at):
-    """Whether CPython handles no signal here: at a ``try`` (NOP) or a ``with``'s end (3 None)."""
+    """Whether CPython handles no signal here: a ``try`` begins (NOP), a ``with`` ends (3 None)."""
     following = (i for i in dis.get_instructions(code) if i.offset >= at)
     three = [(i.opname, i.argval) for i in itertools.islice(following, 3)]
     return three[0][0] == "NOP" or three == [("LOAD_CONST", None)] * 3

@@ -41,8 +41,8 @@ from moelab.streaming.model import load_model
 
 STEPS = 6
 MAX_MESSAGE = 1000  # characters of an error message
-MEMORY_NBYTES = 24 << 30  # of address space for a case
-TIMEOUT_S = 90  # for a case; the slowest takes a second
+MEMORY_NBYTES = 24 << 30  # address space for a case
+TIMEOUT_S = 90  # time for a case; the slowest case takes a second
 # Families whose config.json is damaged.
 CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
 PACKED = ("packed", "unsigned")
@@ -302,7 +302,7 @@ right_text = cache(text)
 
 
 def model(base, damaged):
-    """Compare with the undamaged folder's text, then with mlx-lm's: damaged files may be valid."""
+    """Compare the text with the undamaged folder's, or mlx-lm's: a damaged file may be valid."""
     moelab.footprint(damaged)
     if (got := text(damaged)) == right_text(base):
         return "same text"

@@ -1,4 +1,4 @@
-"""Runs the tests in parts, three at a time. Prints a line a part, what failed, and the sum.
+"""Runs the tests in parts, three at a time. Prints a line for each part, what failed, and the sum.
 
     python tests/helpers/parts.py [--all] [PART ...]
 
@@ -82,7 +82,7 @@ def main(*words: str) -> int:
                 process.send_signal(signal.SIGINT)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(20)
-                with suppress(OSError):  # kill what it started and left (notebooks)
+                with suppress(OSError):  # kill processes that the part left (notebooks)
                     os.killpg(process.pid, signal.SIGKILL)
             raise
     total = sum(counts, Counter())

@@ -16,7 +16,7 @@ USAGE = Usage(30, 20, 7)
 PROMPT = "def read_json(path):"
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "é"]}}</tool_call>'
 ALL = f"<think>Hm</think>\n\nA{CALL}\n{CALL}<think>I</think>B"
-SAID = {  # what a model says and how it ends; the items of the answer, where * marks a thought
+SAID = {  # what the model says and how it ends; the answer's items (* marks a thought)
     "text": (["Hello"], ["Hello"]),
     "nothing": ([""], []),
     "a cut thought": (["<think>Hm", "length"], ["*Hm"]),

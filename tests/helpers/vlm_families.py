@@ -49,7 +49,7 @@ FAMILIES = {
     "deepseek_v4": {"num_hash_layers": 1}, "longcat_flash_sparse": {"moe_topk": K},
     "minimax_m3": families.FAMILIES["minimax_m3_vl"].text, "qwen3_5_moe_text": QWEN,
 }  # fmt: skip
-# Families with a ``text_config``: what it says, and what the config around it says.
+# Families with a ``text_config``: the keys of ``text_config``, and those of the config around it.
 OUTER = {
     "deepseek_vl_v2": (GREEDY, {"vision_config": {"model_type": "vision"}, **PROJECTS}),
     "deepseekocr": (
@@ -91,7 +91,7 @@ NAMES = sorted({*FAMILIES, *OUTER} - REFUSED.keys())
 # Families whose tensors have the same names in mlx-lm's classes.
 BOTH = {"gemma4", "kimi_k25", "kimi_k3", "llama4", "minimax_m3_vl", "mistral3", "qwen3_5_moe"}
 BOTH |= {"qwen3_vl_moe"}
-# Families with which drafts are refused, since their caches merge tokens.
+# Families that moelab refuses drafts for, because the families' caches merge tokens.
 UNDRAFTED = {"glm5_next"}
 
 

@@ -83,7 +83,7 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
 
 
 def test_the_numbers_of_rows_live_as_long_as_their_addresses_are_used(monkeypatch):
-    """If two threads ask ``in_order`` at once, the cache keeps only one thread's array."""
+    """The cache keeps only one thread's array if two threads ask ``in_order`` at once."""
     made, kernel = [], quantized.kernel
 
     def uncached(n):

@@ -113,7 +113,7 @@ PARTS = [(part, 1) for part in ("linear_attn", "mlp", "mlp.gate", "mlp.shared_ex
 
 @pytest.mark.parametrize("part, step", [*PARTS, ("", 4)])
 def test_hooks_see_every_call(part, step, load):
-    """A hook around a whole layer, as drafts have, changes no bit and keeps the recorded pass."""
+    """A hook around a whole layer, as drafts set it, changes no bit; the recorded pass stays."""
     model, seen = load("qwen3_5_moe"), []
     want, layer = logits(model, step=step), model.layers[0]
     module, record = layer, layer._passes[step]

@@ -1,7 +1,7 @@
 """What a model's caller hands to native code: caches, inputs and parameters of any layout and size.
 
-Each case is drawn from its number. The fast kernels give what MLX's give, or one error. For more
-cases:
+Each case is drawn from its number. The fast kernels give the result of MLX's kernels, or one
+error. For more cases:
 
     MOELAB_FUZZ=2000 python -m pytest tests/kernels/test_handed_over.py
 """

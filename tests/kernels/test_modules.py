@@ -38,7 +38,7 @@ def chosen(tokens, top_k=2):
 
 
 def use(layer, *args):
-    """Return what MLX's kernels give, then let the layer compute with ours."""
+    """Return the result of MLX's kernels, then let the layer use moelab's kernels."""
     want = layer(*args)
     mx.eval(want)
     kernels.use(layer)
@@ -135,7 +135,7 @@ def test_what_does_not_fit_goes_the_way_of_mlx(monkeypatch):
     want = nn.QuantizedLinear.__call__(fast.layers[0], x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
-    monkeypatch.undo()  # from here on MLX computes small matrices, and all on macOS
+    monkeypatch.undo()  # from here on MLX computes small matrices (all on macOS)
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
     assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
     monkeypatch.setattr(modules, "HERE", Mac())

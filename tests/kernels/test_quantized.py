@@ -14,7 +14,7 @@ FORMS = [*AFFINE, ("mxfp4", 4, 32), ("float", 32, 1)]
 
 
 def quantize(w, form):
-    """Weights, scales and biases or None, as numpy arrays."""
+    """Weights, scales, and biases (or None), as numpy arrays."""
     mode, bits, group = form
     if mode == "float":
         return [np.array(w), None, None]

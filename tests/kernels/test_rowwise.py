@@ -1,4 +1,4 @@
-"""What blocks compute between products is near MLX's. How work is divided changes no bit."""
+"""A block's steps between products give nearly MLX's results. Threads change no bit."""
 
 import functools
 

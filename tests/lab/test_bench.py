@@ -93,7 +93,7 @@ def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, t
 
 
 def test_guesses_of_a_given_quality_for_a_text_that_is_fed(random_tiny_moe):
-    """Whatever is drafted, the target reads the trace's tokens and chooses as without drafts."""
+    """The target reads the trace's tokens and chooses as without drafts, whatever is drafted."""
     drafts, code = ("oracle:0.5", "oracle:1", "oracle:0"), DATA / "traces" / "code.npz"
     variants = bench.crossed({"fused": StreamConfig(slots=64)}, draft=drafts, lengths=(3, "auto"))
     amount = {"tokens": 40, "runs": 1, "warmup": 2, "feed": f"{code}:16"}
@@ -208,7 +208,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
 
 
 def test_costs_follow_from_the_samples():
-    """Overlap hides half of reads or arithmetic, whichever is shorter (direct reads: a quarter)."""
+    """Overlap hides half of the shorter one, reads or arithmetic (a quarter with direct reads)."""
     L, K, nbytes, hit_s = 2, 4, 10, 0.01
     own = {"fixed_s": 7e-3, "held_fixed_s": 6e-3, "expert_s": 1e-4, "prompt_token_s": 1e-3}
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}

@@ -138,7 +138,7 @@ def test_peers_read_the_text_of_the_bench_and_say_its_tokens():
 
 
 def test_a_plan_takes_a_setting_that_does_not_swap():
-    """On two Macs of 16 GB and an Air a token took 4 to 12 times as long with too many slots."""
+    """A token took 4 to 12 times as long with too many slots, on two Macs of 16 GB and an Air."""
     found = published.settings(("qwisp", "Godwit"))
     assert found[found.planned].best_over.max() < 1.15 and found.best_over.max() > 10
 

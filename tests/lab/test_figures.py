@@ -72,7 +72,7 @@ def test_a_chart_says_which_machine_was_recorded():
     assert "an old engine; recorded" in note
     assert "DISTURBED" not in note
     counted = charts.bars(records.computed([{"variant": "a", "x": 1}]), "x", axis="x", **WORDS)
-    assert not counted.layout.meta["machines"]  # arithmetic has no machine
+    assert not counted.layout.meta["machines"]  # computed rows come from no machine
 
 
 def test_a_figure_is_as_high_as_its_bars_and_panels_need():
@@ -111,7 +111,7 @@ def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
     assert list(following.figure.layout.yaxis.range) == [0, 8]
     made._draw(style.describe(style.figure("a longer title", "x", "y"), "alt", "finding"))
     made.controls["top_k"].value = 2
-    assert made._heading.value.count("a longer title") == 1  # hidden, so that its room stays
+    assert made._heading.value.count("a longer title") == 1  # the hidden title keeps its room
 
 
 def test_an_error_is_shown_until_a_slider_redraws_the_figure(capsys):
@@ -155,7 +155,7 @@ show(draw())
 explore(draw, k=slider("k", 2, 3, 2))
 """
 DRAWING = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
-# What cells write to stderr, and how often the page has it: in the code, and again if shown.
+# Texts that cells write to stderr, and their counts in the page: 1 in the code, 1 more if shown.
 STDERR = {
     "bench: 100%|██████| 3/3 [01:02<00:00,  2.1 s/run] load: 7file [00:01, 5.6file/s]": 1,
     "  0%|          | 0/3 [00:00<?, ?run/s]out of memory": 2,
@@ -196,7 +196,8 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
     for text, times in STDERR.items():  # a progress bar is dropped, a warning is not
         assert html.unescape(page).count(text) == times
     assert page.count('<a href="index.html">') == 2 and page.count('<a href="01_next.html">') == 3
-    text = (built / "index.html").read_text()  # the page has the question and the answer, and says that a cell failed
+    # The index has the question and the answer, and says that a cell failed.
+    text = (built / "index.html").read_text()
     assert '<a href="00_first.html">Why a &lt; b?</a>' in text and pages.FAILED in text
     assert "By <strong>1</strong>," in text and "Limits" not in text
     assert "<script" not in text and 'href="javascript' not in text

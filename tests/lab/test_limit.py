@@ -87,7 +87,7 @@ def test_bench_under_a_limit_says_what_was_killed(limits):
 
 
 def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
-    """Check says how many slots the commands take and why, what repack gains, or why none fit."""
+    """``check`` says how many slots commands take and why, what repack gains, or why none fit."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
     check.check(TINY)
     *lines, blocks, chosen = capsys.readouterr().out.splitlines()
@@ -109,7 +109,7 @@ def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
 
 @pytest.mark.parametrize("memory", (10**9, 16 * 10**7))
 def test_the_file_to_send_says_how_a_model_decodes(memory, monkeypatch, capsys, tmp_path):
-    """The file compares streaming with mode resident, or the slots that fit with half as many."""
+    """The file compares streaming with mode resident, or all slots that fit with half of them."""
     monkeypatch.setattr("moelab.streaming.plan._memory", lambda: (memory, 0))
     for name, few in {"PROMPT": 40, "TOKENS": 4, "WARMUP": 2}.items():
         monkeypatch.setattr(check, name, few)

@@ -1,4 +1,4 @@
-"""``python -m moelab plan`` by name: before a model is downloaded, on this or another machine."""
+"""``python -m moelab plan`` with a model's name: before a download, for this or another machine."""
 
 import sys
 from math import log
@@ -20,7 +20,7 @@ from moelab.streaming import plan as plans
 from moelab.system import Mac
 
 TINY = moelab.DATA / "models" / "tiny-moe"
-# Tests on a GPU load models in float32, whose scales take more memory than those of a user.
+# Tests on a GPU load models in float32: the scales take more memory than in a user's model.
 on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="needs a user's plans")
 
 # Published parameters, in billions. An n-gram table of 51 at 5 bits counts as 57 at 4.5 bits.

@@ -235,7 +235,7 @@ BOUND = {"least": 1.05, "within": 1.1}  # an effect smaller than 1.1 is none
         ({"here": at([2.0, 2.5, 3.0], most=2.2)}, "open", r"Open: here: 2\.5 .*at most 2.2"),
         ({"here": at(3, most=4)}, "confirmed", "here: 3 "),  # a count
         ({"warm": YES, "cold": NO}, "depends", r"^Warm it does\.$"),
-        # A claim holds if most regimes confirm it. If none does, one refutation is enough.
+        # A claim holds if most regimes confirm it. If none confirms it, one can refute it.
         ({"a": YES, "b": YES, "c": OPEN}, "confirmed", r"^Confirmed in 2 of 3 regimes: a: 2 "),
         ({"a": YES, "b": OPEN}, "open", r"^Open in 1 of 2 regimes: b: 1\.25 "),
         ({"a": NO, "b": OPEN, "c": OPEN}, "refuted", "^Refuted in 1 of 3 regimes: a: "),

@@ -31,7 +31,7 @@ def test_lru_hit_rate(small):
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
 @pytest.mark.parametrize("m", (1, 3, 39))
 def test_missing(small, m, slots):
-    """A loop agrees: a window's experts less the last ``slots`` experts used before the window."""
+    """A loop agrees: it drops the last ``slots`` experts used before a window from the window's."""
     T, L, _ = small.experts.shape
     want = np.zeros((T - m + 1, L))
     for layer in range(L):
@@ -70,8 +70,8 @@ def test_a_synthetic_trace_repeats_no_expert_and_follows_its_seed():
 def test_a_fitted_trace_has_the_recorded_ones_locality(name):
     """Means over layers agree to 0.03: overlap with the last token, LRU hits of K to E/2 slots.
 
-    Beyond E/2 slots they agree to 0.05: popularity is no exact power, and while the model writes, a
-    few experts are hardly ever used.
+    Hits of more slots agree to 0.05: popularity is no exact power, and a few experts are
+    hardly ever used while the model writes.
     """
     trace = locality.recorded_trace(name).decode
     T, L, K = trace.experts.shape
@@ -97,7 +97,7 @@ def test_too_short_a_trace(small):
 
 
 def test_the_recipe_records_what_ships():
-    """The first tokens are recorded again. If experts nearly tie, a machine may choose another."""
+    """The first tokens are recorded again. A machine may choose another expert in a near tie."""
     folder = DATA / "models" / "tiny-moe"
     text = recipe.texts(folder)["code"]
     model, tokenizer = moelab.load(folder, moelab.StreamConfig(mode="resident"))

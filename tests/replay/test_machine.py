@@ -62,7 +62,7 @@ def test_so_many_different_experts_as_the_trace_has(tokens):
 
 def test_a_prompt_takes_at_least_its_reads_and_at_most_a_decoded_tokens_work_as_well():
     least, most = MAC.prompt_s(PLAN, 5000, 32)
-    again = [distinct(FACTS, n) - 32 for n in (2048, 5000 - 2 * 2048)]  # of parts after the first
+    again = [distinct(FACTS, n) - 32 for n in (2048, 5000 - 2 * 2048)]  # for later parts
     nbytes = 40 * (distinct(FACTS, 2048) + sum(again)) * FACTS.expert_nbytes
     work = 5000 * FACTS.active_nbytes / MAC.weights_bytes_per_s
     assert (least, most) == pytest.approx((nbytes / MAC.disk_bytes_per_s, least + work))
@@ -148,7 +148,7 @@ def test_one_rank_reads_what_the_replay_of_a_policy_misses():
 
 @pytest.mark.parametrize("n", [2, 4])
 def test_each_expert_is_read_by_its_rank(n):
-    """With a slot for every expert, the owner of an expert reads it once."""
+    """The owner of an expert reads the expert once if every expert has a slot."""
     owners = by_number(L, E, n)
     found = ranks.reads(CODE.experts, owners, E, n).sum(0)
     for layer in range(L):
@@ -178,7 +178,7 @@ def test_any_rank_may_read():
 
 
 def test_a_token_on_machines():
-    """By hand: 10 reads of 1 MB at 100 MB/s, and in 2 layers a message of 1 ms and 3 rows."""
+    """By hand: 10 reads of 1 MB at 100 MB/s, and a message (1 ms, 3 rows) in each of 2 layers."""
     machines = ranks.Machines(2, 100e6, 1e6, 1e-3, 0.05)
     parts = machines.parts(10, 1_000_000, 2, 3, 1000)
     assert parts == pytest.approx({"reads": 0.1, "arithmetic": 0.05, "exchange": 2 * 0.004})

@@ -152,7 +152,7 @@ def test_what_the_model_cannot_use(caplog):
 
 
 def test_a_call_in_a_namespace(speak):
-    """The call's item names the namespace, also in a stream; a later request may name it by id."""
+    """A call's item has the namespace, streamed or not; a later request may send the item's id."""
     client = OpenAI(speak(speaker.CALL.replace('"f"', '"m__f"')))
     for answer in (client.summed(), client.asks.create(**client.usual)):
         (call,) = answer.output
@@ -173,7 +173,7 @@ SILENCE = {
 @pytest.mark.parametrize("path", SILENCE)
 @pytest.mark.usefixtures("in_time")
 def test_silence(path, monkeypatch):
-    """A stream begins before any text, and says that it goes on while a call is incomplete."""
+    """A stream begins before any text, and sends signs of life while a call is incomplete."""
     monkeypatch.setattr(http, "KEEPALIVE_S", 0.01)
     engine, go_on = speaker.Speaker(), threading.Event()
 

@@ -71,8 +71,8 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
 
 @two_servers
 def test_what_was_read_before_is_not_read_again(client, mlx):
-    """A repeated prompt, a conversation that goes on, and the same instructions before another text
-    use kept caches. Only one token is read of a prompt that is the beginning of a kept prompt."""
+    """Kept caches serve a repeated prompt, a conversation that goes on, and the same instructions
+    before another text. A prompt that is the beginning of a kept prompt reads only one token."""
     rules = {"role": "system", "content": '"""Notes about a queue of jobs, and how it empties.\n'}
     messages, length = [rules], 0
     for text in ("class Queue:\n    def push(self):", "def write(line):"):
@@ -189,7 +189,7 @@ def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
 
 
 def test_without_limit_memory_ends_a_text():
-    """If a request has a limit, a lack of memory is an error."""
+    """A lack of memory is an error if the request has a limit."""
     _, engine = started(*SLOTS)
     logits = engine._logits
 

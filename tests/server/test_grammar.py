@@ -74,7 +74,7 @@ def valid(text, schema):
 
 @pytest.mark.parametrize("served", ["streamed", "lookup", "tiny-draft"], indirect=True)
 def test_each_answer_is_valid(client):
-    """Greedy and sampled texts are valid, and the same with any draft, alone and four at once."""
+    """Greedy and sampled texts are valid, and equal with any draft, alone and four at once."""
 
     def ask(which):
         i, temperature = which

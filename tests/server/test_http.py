@@ -135,7 +135,7 @@ HALVES = [r"\ud800", r"\uDc00", r"a\\\ud83d", r"\ud83d\u0041", r"\ud800\ud83d\ud
 
 @pytest.mark.parametrize("half", HALVES)
 def test_half_a_character(half):
-    """Python's decoder can make a lone half of a character. U+FFFD replaces it."""
+    """Python's decoder can return a lone surrogate: half of a character. U+FFFD replaces it."""
     wanted = re.sub("[\ud800-\udfff]", "\ufffd", json.loads(f'"{half}"'))
     assert requests.parsed(f'{{"x": "{half}"}}'.encode()) == {"x": wanted}
 
@@ -169,7 +169,7 @@ def test_what_all_requests_hold_together(fake, monkeypatch):
     monkeypatch.setattr(http, "memory_now", lambda: (0, 2 * 260 * 300_000))
 
     def fill(part, most):
-        """Send requests that hold their places, whole or in part; return the first connection."""
+        """Send whole or partial requests that hold their places; return the first connection."""
         first, *others = (stack.enter_context(connected(fake.base_url)) for _ in range(most))
         for n, connection in enumerate((first, *others), 1):
             connection.sendall(part)
@@ -215,7 +215,7 @@ ORIGINS = [(None, 200), ("http://a.org", 200), ("null", 403), ("\x1b[2Jred", 403
 
 @pytest.mark.parametrize("origin, status", ORIGINS)
 def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
-    """For other pages nothing is computed, and they may not read any answer. An answer is not lost
+    """Other pages may not read any answer, and nothing is computed for them. An answer is not lost
     although the connection closes after it."""
     caplog.set_level("INFO")
     headers = {"Connection": "close"} | ({"Origin": origin} if origin else {})
@@ -246,7 +246,7 @@ def test_a_client_that_hangs_up(fake, caplog, monkeypatch, slow_s, pause_s, stre
 
 
 def test_clients_that_send_nothing(fake, monkeypatch):
-    """Clients are dropped that send nothing, a part of a request, or a byte now and then."""
+    """The server drops clients that send nothing, part of a request, or a byte now and then."""
     monkeypatch.setattr(http, "SILENT_S", 0.3)
     post, large = request_bytes(), request_bytes(prompt="x" * 10**6)
     for sent in (b"", post[:8], post[:-1], post + post[:8], large[:-1]):
@@ -264,7 +264,7 @@ def test_clients_that_send_nothing(fake, monkeypatch):
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
-    """A client that takes nothing is dropped, one that takes little is not."""
+    """A client that takes nothing is dropped; a client that takes little is not."""
     monkeypatch.setattr(http, "SILENT_S", 0.5)
     fake.engine.events, fake.engine.pause_s = Speaker("x" * (5000 if takes else 100_000)).events, 0
     with connected(fake.base_url) as connection:
@@ -278,7 +278,7 @@ def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
 
 
 def test_an_address(run):
-    """A taken address is refused; at a free address 200 clients can wait, on macOS 128."""
+    """A taken address is refused; 200 clients (128 on macOS) can wait at a free address."""
     with http.listen("127.0.0.1", 0) as taken, ExitStack() as stack:
         address = f"--port {taken.getsockname()[1]}"
         got = run("serve", MODEL, *address.split())
@@ -431,6 +431,6 @@ def test_ctrl_c(options, times, tmp_path):
                 connection.sendall(sent)
                 answers.append(connection.makefile("rb"))
             while b"data" not in answers[-1].readline():
-                pass  # all clients before the last one are accepted then
+                pass  # the server has accepted all earlier clients by then
         told = [b"the server was stopped" in answer.read() for answer in answers]
     assert told == [False] * 2 + [True] * 16

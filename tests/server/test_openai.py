@@ -1,4 +1,4 @@
-"""OpenAI's client gets answers and streams, made of prescribed parts and by a real model."""
+"""OpenAI's client gets answers and streams, from prescribed parts and from a real model."""
 
 import math
 import re
@@ -47,7 +47,7 @@ def content(choice):
 
 @pytest.mark.parametrize("said, items", SAID.values(), ids=SAID)
 def test_thoughts_and_calls(said, items, speak):
-    """What is no call is text. Without tools, or outside a chat, calls are text, too."""
+    """All but calls is text. Calls are text, too, without tools or outside a chat."""
     texts = [item for item in items if item != "call" and item[0] != "*"]
     thoughts = [item[1:] for item in items if item[0] == "*"]
     calls = [("f", '{"a": [1, "é"]}')] * items.count("call")
@@ -112,7 +112,7 @@ def test_seeds(client):
         seeded = [threads.submit(complete, client, **fields | {"seed": 7 + i}) for i in range(3)]
         assert [text.result().choices[0].text for text in seeded] == texts
         texts += [text.result().choices[0].text for text in others]
-    for _ in range(2):  # after the same seed, too, unseeded texts differ
+    for _ in range(2):  # unseeded texts differ after the same seed, too
         complete(client, **fields)
         texts += [choice.text for choice in complete(client, n=2, **SAMPLED).choices]
     assert len({*texts}) == len(texts)
@@ -184,7 +184,7 @@ def test_log_likelihoods(name, mlx):
             scores = choice["logprobs"]
             assert len(scores["token_logprobs"]) == len(tokens) + 1
             assert choice["text"].startswith(text)
-            # As lm-eval's ``parse_logprobs`` finds them.
+            # lm-eval's ``parse_logprobs`` finds the continuation's scores in this way.
             own = scores["token_logprobs"][size:-1]
             best = [max(top.values()) for top in scores["top_logprobs"][size:-1]]
             assert (sum(own), own == best) == (pytest.approx(total, abs=1e-3), greedy)

@@ -140,7 +140,7 @@ def restored(folder, *limits, **options):
 
 
 def saved(folder, *texts, size=10, **options):
-    """The folder's files, oldest first, after a server started, kept texts and ended."""
+    """The folder's files, oldest first, after a server that kept these texts has ended."""
     prompts = restored(folder, size, **options)
     for text in texts:
         prompts.keep(text, read(drafting.trained(), text)[0], "user")

@@ -52,14 +52,14 @@ def test_what_changes_nothing(kind, usual):
 
 @both
 def test_what_a_request_becomes(kind, usual):
-    """The command line sets defaults; an ``Ask`` survives JSON and has arguments of mlx-lm."""
+    """The command line sets defaults; an ``Ask`` survives JSON and has mlx-lm's arguments."""
     args = {"max_tokens": 7, "temp": 0.5, "top_p": 0.9, "sampling_top_k": 3, "min_p": 0.1}
     (ask,) = asks(kind, usual, args=args | {"num_draft_tokens": 4})
     defaults = {"temp": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1}
     assert ask.sampling.items() >= defaults.items()
     assert (ask.max_tokens, ask.num_draft_tokens, ask.seed) == (7, 4, None)
     assert not ask.is_open
-    (ask,) = asks(kind, usual)  # without a limit, all positions
+    (ask,) = asks(kind, usual)  # a text without a limit may take all positions
     assert (ask.max_tokens, ask.is_open) == (10**6 - len(ask.tokens), True)
     given = {"temperature": 1, "xtc_probability": 1, "top_k": 5, "min_p": 1, "top_p": 1}
     given |= {"repetition_penalty": 2, "presence_penalty": -2, "frequency_penalty": 1, "stop": "a"}

@@ -72,7 +72,7 @@ READ = [  # a template, messages, and the end of what the model reads
     (PLAIN, RULE, f"<|im_start|>system\nBe short<|im_end|>\n{BEGUN}"),
     (PLAIN + "{# developer #}", RULE, f"<|im_start|>developer\nBe short<|im_end|>\n{BEGUN}"),
     (None, RULE, "USER: ab\nASSISTANT: \nASSISTANT's RULE: Be short\nASSISTANT:"),
-    # An assistant's last message is continued, blanks at its end included, but not after a call.
+    # The model continues an assistant's last message (with its last blanks) if it has no call.
     (PLAIN, [user("a"), SAID], "assistant\nOnce "),
     (None, [user("a"), SAID], "USER: a\nASSISTANT: Once "),
     (PLAIN, [user("a"), SAID | {"tool_calls": [function("{}")]}], f"Once <|im_end|>\n{BEGUN}"),
@@ -173,5 +173,5 @@ def test_an_agents_next_prompt_begins_with_what_was_kept():
         if turn[-1]["role"] == "tool":
             assert longest == last
         assert longest >= cuts[0][0]
-    # Thinking of this turn's earlier steps is in the prompt as it was written.
+    # The prompt has the thinking of this turn's earlier steps as it was written.
     assert "I add." in text(tokenizer, [*messages[:2], *turns[0]], TOOLS)

@@ -39,13 +39,13 @@ GOOD = {  # a call of ``add`` with {"a": 1}, with its markers
 
 
 def cut(text, places):
-    """Cut a text at places given as numbers of any size."""
+    """Cut a text at ``places``; larger numbers start again from the text's beginning."""
     places = sorted({0, len(text), *(p % (len(text) + 1) for p in places)})
     return [text[a:b] for a, b in pairwise(places)]
 
 
 def split(tokenizer, pieces, tools=TOOLS, state="normal", finish="stop", one=False):
-    """Return a text's runs and how the text ends; an id that the splitter makes is "made"."""
+    """Return a text's runs and finish reason; "made" replaces each id made by the splitter."""
     splitter = Splitter(tokenizer, tools, state, one)
     answer = total([*map(splitter.add, [*map(Part, pieces), Part(finish=finish)])])
     assert answer.text == "".join(pieces)
@@ -78,7 +78,7 @@ def test_a_text_ends_before_the_first_stop_string(text, stops, places):
     ends, taken, sent = Stops(stops), "", ""
     for piece in cut(text, places):
         sent += ends.add(piece)
-        assert expected.startswith(sent)  # nothing was sent that is taken back
+        assert expected.startswith(sent)  # no sent text is taken back
         taken += piece
         held = taken[len(sent) :]
         assert ends.found or not held or any(stop.startswith(held) for stop in stops)
@@ -122,14 +122,14 @@ def test_a_call_in_each_format(parser):
     # A call is text if there are no tools, or if the token limit cut the call.
     assert split(tokenizer, "so " + good, None) == text_of("so " + good)
     assert split(tokenizer, good[:-1], finish="length")[0] == text_of(good[:-1])[0]
-    # Tools that a parser does not expect end no answer.
+    # Tools of a form that the parser does not expect cause no error.
     for tools in ([{}], [{"function": {"name": "add", "parameters": 3}}]):
         runs, finish = split(tokenizer, [good], tools)
         assert finish == "tool_calls" or (runs, finish) == text_of(good)
 
 
 def test_several_calls():
-    """Each call has an id and arguments, perhaps an empty object; ``one`` takes the first call."""
+    """Each call has an id and arguments (maybe ``{}``); ``one`` keeps only the first call."""
     text = '[TOOL_CALLS][{"name": "f"}, {"name": "g", "arguments": {"x": "é"}, "id": "abc"}]'
     calls = [Run("call", "{}", "made", "f"), Run("call", '{"x": "é"}', "abc", "g")]
     assert split(wrapped(parser="mistral"), text) == (calls, "tool_calls")
@@ -244,10 +244,10 @@ CHARACTERS = ["é", "日", "😀", "\n", "    ", " 't", "don't", " ' ' ' "]
 @tries(500)
 @given(st.sampled_from([*KINDS]), st.booleans(), st.data())
 def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
-    """Only half a character, and what clean-up may change, waits for more tokens."""
+    """Only half a character, or text that clean-up may change, waits for more tokens."""
     hf = made(kind, cleans)
     names = hf.convert_ids_to_tokens([*range(400)])
-    # Byte tokens come in whole characters only; the next test has others.
+    # Byte tokens form whole characters here; the next test has incomplete characters.
     pieces = st.sampled_from([[i] for i, p in enumerate(names) if p not in (None, *BYTES)])
     pieces |= st.sampled_from([hf.encode(c, add_special_tokens=False) for c in CHARACTERS])
     tokens = st.lists(pieces, max_size=12).map(lambda lists: [*chain(*lists)])

@@ -252,7 +252,7 @@ def write(folder, weights, config):
 
 
 def in_original_form(name, weights):
-    """The tensors of a head, with the names and forms of an original checkpoint of Qwen's."""
+    """Return a head's tensors with the names and layouts of an original Qwen checkpoint."""
     raw = {f"mtp.{k}": w - 1 if w.ndim == 1 and "norm" in k else w for k, w in weights.items()}
     mlp = "mtp.layers.0.mlp"
     found = {(p, "weight"): raw.pop(f"{mlp}.switch_mlp.{p}.weight") for p in GATE_UP_DOWN}
@@ -261,7 +261,7 @@ def in_original_form(name, weights):
 
 
 def same(head, expected, D):
-    """Return whether a head computes ``expected(embedded, hidden)`` if called on three parts."""
+    """Return whether three calls of a head compute ``expected(embedded, hidden)`` in parts."""
     mx.random.seed(2)
     embedded, hidden = mx.random.normal((1, T, D)), mx.random.normal((1, T, D))
     cache, wanted = make_prompt_cache(head), expected(embedded, hidden)
@@ -291,7 +291,7 @@ def test_a_head_of_qwen_computes_as_in_mlx_vlm(name, tmp_path):
 
 @pytest.mark.parametrize("name", NEXTN)
 def test_a_head_in_the_layer_after_the_last(name, tmp_path):
-    """A head computes as the last layer of the family's own model with one layer more."""
+    """A head computes the same as the last layer of a family's model with one more layer."""
     model, config = build(name)
     L, D, args = config["num_hidden_layers"], config["hidden_size"], model.args
     _, args_class = model_classes(config)
@@ -346,7 +346,7 @@ def test_a_family_without_a_head_and_damaged_ones_are_refused(tmp_path):
         MTPDraft(write(tmp_path, {"fc.weight": mx.zeros(1)}, fp8))
 
 
-PUBLISHED = {  # the least and the greatest mean, less 1, of each norm in heads of Qwen3.5 and 3.6
+PUBLISHED = {  # the lowest and highest mean (minus 1) of each norm in heads of Qwen3.5 and 3.6
     "t.self_attn.q_norm": (0.73, 0.79), "t.self_attn.k_norm": (0.73, 0.78),
     "t.input_layernorm": (0.03, 0.39), "t.post_attention_layernorm": (0.21, 0.39),
     "t.norm": (1.25, 2.58), "norm_hidden": (-0.51, -0.16), "norm_embedding": (-0.73, -0.46),
@@ -368,8 +368,8 @@ def test_the_values_say_whether_a_norm_has_its_1(in_a_layer, others):
 # The trained head
 
 
-WITH, LESS_1 = "nothing", "norm"  # patterns of the norms that are stored less 1
-STORED = {  # forms of tiny-mtp in 4 bits: model_type, prefix, the norms that are stored less 1
+WITH, LESS_1 = "nothing", "norm"  # patterns of the norms that are stored minus 1
+STORED = {  # forms of tiny-mtp in 4 bits: model_type, prefix, norms that are stored minus 1
     "as it is": ("qwen3_5_mtp", "", WITH),
     "alone, raw": ("qwen3_5_mtp", "", LESS_1),
     "raw": ("qwen3_5_moe", "mtp.", LESS_1),
@@ -409,7 +409,7 @@ MORE = [("fused", 48), ("stacked", 16), ("buffers", 16), ("serial", 16)]
 @pytest.mark.parametrize("mode, slots", MODES if FAST else MODES + MORE)
 @pytest.mark.parametrize("n", [1, 3, "auto"])
 def test_text_and_cache_are_as_without_guesses(mode, slots, n):
-    """The text is the target's; the head's cache is as if the head had read all of it at once."""
+    """The text is the target's; the head's cache equals that of one call on the text."""
     model, tokens = trained(mode, slots=slots), 24 if FAST else 300
     for prompt in texts(2 if FAST else 20 if n == 3 and mode != "serial" else 4):
         draft, own = MTPDraft(HEAD), make_prompt_cache(model)

@@ -1,4 +1,4 @@
-"""The policy in simulated worlds of known costs and acceptance: its bound on losses, and gains."""
+"""The policy in simulated worlds of known costs and acceptance: bounded losses, and gains."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,10 @@ from moelab.speculation.policy import Policy
 
 @dataclass
 class World:
-    """Simulated costs, in units of a token without drafts, and acceptance.
+    """Simulated costs and acceptance; the unit of cost is a token without drafts.
 
-    A verify pass costs 1 + ``fixed``, and ``each`` for each further position (less once the experts
-    saturate). n drafts cost ``block`` + n ``one``, and ``miss`` per undrafted token before them.
+    A verify pass costs 1 + ``fixed`` + ``each`` per further position (less once the experts
+    saturate). n drafts cost ``block`` + n * ``one`` + ``miss`` per undrafted token before them.
     """
 
     accept: float
@@ -76,14 +76,14 @@ class World:
 
 
 def speed(world, num_tokens, policy=None):
-    """Return how many tokens of a text take the time of one token without drafts."""
+    """Return the speed of a text, relative to the speed without drafts."""
     policy = policy or Policy()
     policy.begin(num_tokens)
     return num_tokens / world.run(policy, num_tokens)
 
 
 def drawn_worlds():
-    """Yield worlds that numpy draws: draws of Hypothesis change with numbers in the package."""
+    """Yield worlds drawn by numpy; Hypothesis draws others if a number in moelab changes."""
     rng = np.random.default_rng(0)
     highest = {"accept": 0.98, "each": 1.2, "block": 1, "one": 0.5, "fixed": 0.5}
     while True:
@@ -108,7 +108,7 @@ def test_it_rarely_costs_more_than_three_percent():
     """A short text may cost up to 11% more, in one world of twenty."""
     assert lost(World(0.0, 1.0, 1.0, 0.5), 128, True) <= 0.03
     assert lost(World(0.94, 0.09, 0.25, 0.41, fixed=0.41, saturation=25, seed=7), 128, True) <= 0.03
-    assert lost(World(0.9, 0.9, 0.0, 0.1), 300, True) <= 0.03  # each position costs a token (CPU)
+    assert lost(World(0.9, 0.9, 0.0, 0.1), 300, True) <= 0.03  # on CPUs a position costs a token
     for num_tokens, share in ((128, 0.95), (300, 0.97), (1000, 1)):
         texts = zip(islice(drawn_worlds(), 100), cycle((False, True)))
         losses = [lost(world, num_tokens, known) for world, known in texts]
@@ -123,14 +123,14 @@ def pays(world):
 
 
 def test_it_drafts_where_drafting_pays():
-    """The policy reaches half of the possible gain or more: it has to try, and to be careful."""
+    """The policy reaches at least half of the possible gain, although it limits losses."""
     for world in islice(filter(pays, drawn_worlds()), 60):
         best = world.best()
         assert (got := speed(world, 2000)) >= 1 + 0.5 * (best - 1), (got, best, vars(world))
 
 
 class FullDepth(World):
-    """Passes cost what was measured with 40 layers of 35B-A3B's shapes and 8 GB of memory."""
+    """The costs of passes were measured with 40 layers of 35B-A3B's shapes and 8 GB of memory."""
 
     def verify_s(self, m):
         return np.interp(m, (1, 2, 3, 4, 8), (1, 1.675, 2.2, 2.65, 4.05))
@@ -201,7 +201,7 @@ def test_a_bad_beginning_makes_drafts_shorter_and_not_rare():
 
 
 def test_few_numbers_of_positions():
-    """A device may compile its kernels for each number; the last rounds of a text add no others."""
+    """A device may compile kernels per number of positions; a text's last rounds add no number."""
     model = build("qwen3_5_moe")
     for tokens in (30, 33, 37):
         made = steps(model, PROMPT, ModelDraft(model), Policy(risk=10), tokens)

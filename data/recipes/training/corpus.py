@@ -2,9 +2,9 @@
 
     python data/recipes/training/corpus.py build/corpus/site build/corpus
 
-pip filled the first folder from ``corpus_packages.txt``. Its text is cleaned, split and tokenized;
-the second folder gets ``tokenizer/``, ``train.npy``, ``valid.npy`` (uint16 ids), ``heldout/`` and
-``manifest.json``.
+pip filled the first folder from ``corpus_packages.txt``. The script cleans, splits and tokenizes
+the text of this folder. The second folder gets ``tokenizer/``, ``train.npy``, ``valid.npy`` (uint16
+ids), ``heldout/`` and ``manifest.json``.
 """
 
 import hashlib
@@ -42,8 +42,8 @@ SKIPPED_PARTS = re.compile(
     re.I,
 )
 
-# Whole packages that no model trains on, and the bytes to take from each: VALID to choose
-# hyperparameters by, HELDOUT to report on.
+# Packages that no model trains on, and the bytes to take from each. VALID is for the choice of
+# hyperparameters, HELDOUT for reports.
 VALID = {"celery": 400_000, "holoviews": 400_000, "cvxpy": 400_000, "pluggy": 100_000}
 HELDOUT = {
     "tornado": 70_000, "scrapy": 80_000, "networkx": 80_000, "jinja2": 60_000, "optuna": 60_000,
@@ -75,7 +75,7 @@ def usable(text):
         sum(map(str.isalpha, text)) > 0.4 * (len(text) - sum(map(str.isspace, text)))
         and sum(map(str.isdigit, text)) < 0.12 * len(text)
         and sum(map(str.isascii, text)) > 0.97 * len(text)
-        and unicodedata.is_normalized("NFC", text)  # the tokenizer would change other text
+        and unicodedata.is_normalized("NFC", text)  # the tokenizer changes text not in NFC
     )
 
 
@@ -191,7 +191,7 @@ CHAT_TEMPLATE = (
 def train_tokenizer(texts):
     """Train a byte-level BPE on ``texts`` with Qwen3.5's normalizer and word split.
 
-    transformers insists on both for this model type. A text in NFC decodes to itself.
+    transformers requires these two for this model type. A text in NFC decodes to itself.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -12,7 +12,7 @@ def chunk_bwd_dqkwg(
     q, k, v, do, h, dh, w=None, g=None, g_gamma=None, dv=None, scale=None, state_v_first=False,
     cu_seqlens=None, chunk_size=64, chunk_indices=None,
 ):  # fmt: skip
-    """Return gradients of q, k [B, T, Hk, Dk], w [B, T, Hv, Dk] and the cumulated log2 decay g.
+    """Return gradients of q, k [B, T, Hk, Dk], w [B, T, Hv, Dk] and g, the cumulative log2 decay.
 
     v, do and dv are [B, T, Hv, Dv]; g is [B, T, Hv], float32. h (the state before each chunk of C
     tokens) and its gradient dh are [B, T / C, Hv, Dk, Dv].

@@ -27,7 +27,8 @@ CONFIG = {name: TEXT_CONFIG[name] for name in AS_TARGET} | {
     "rope_theta": 100000.0,
     "rope_scaling": None,
 }
-# Decoder layers, target layers read (None: an autoregressive draft), and highest learning rate.
+# Number of decoder layers, target layers that the draft reads (None: an autoregressive draft),
+# and highest learning rate.
 DRAFTS = {
     "tiny-dflash": (4, [1, 2, 4, 5], 0.016),
     "tiny-draft": (3, None, 0.008),
@@ -95,7 +96,7 @@ def pack(trained, model_dir, out):
     from mlx_lm.models.qwen3 import Model, ModelArgs
     from mlx_lm.utils import quantize_model, save_config, save_model
 
-    if (trained / "tiny-mtp").exists():  # training has put tiny-mtp on its 4-bit grid
+    if (trained / "tiny-mtp").exists():  # its weights are already quantized
         shutil.copytree(trained / "tiny-mtp", out / "tiny-mtp", dirs_exist_ok=True)
     if (weights := trained / "tiny-dflash.safetensors").exists():
         (dflash := out / "tiny-dflash").mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ TEXT_CONFIG = {
     "model_type": "qwen3_5_moe_text",
     "vocab_size": corpus.VOCAB_SIZE,
     "hidden_size": 256,  # D
-    "num_hidden_layers": 8,  # L: GatedDeltaNet x 3, full attention, twice
+    "num_hidden_layers": 8,  # L: (GatedDeltaNet x 3, full attention) x 2
     "full_attention_interval": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,

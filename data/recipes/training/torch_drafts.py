@@ -3,10 +3,10 @@
     python data/recipes/training/torch_drafts.py TEXT MODEL OUT [STEPS [NAME...]]
 
 TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target; without a NAME all drafts are trained.
-Parameters are named as in z-lab's files, in mlx-lm's and in mlx-vlm's.
+Parameters have the names of z-lab's files (DFlash), of mlx-lm and of mlx-vlm.
 
-The letters are those of ``tiny_moe.py`` and P prompt tokens, A anchors, b block size, V vocabulary,
-n target layers that are read. MTP is multi-token prediction.
+Letters in shapes are those of ``tiny_moe.py``, and P prompt tokens, A anchors, b block size,
+V vocabulary, n target layers that are read. MTP is multi-token prediction.
 """
 
 import json
@@ -23,10 +23,10 @@ from torch import nn
 from torch_qwen import MLP, DecoderLayer, Heads, Writer, rotary_angles, rotate
 from torch_train import BALANCE, QUANTIZE_FROM, Optimizer, export, opened
 
-GAMMA = 7.0  # of the loss weights exp(-(k - 1) / GAMMA)
+GAMMA = 7.0  # the loss of token k of a block is weighted exp(-(k - 1) / GAMMA)
 WARMUP = 50  # steps until the rate is at its highest
-# A bucket has tokens of a prompt, tokens of a whole text (prompt included), the number of texts,
-# texts in a step, anchors in a text, and the share of steps that take it.
+# A bucket: tokens of a prompt, tokens of a whole text (prompt included), number of texts, texts in
+# a step, anchors in a text, share of the steps that use the bucket.
 BUCKETS = [
     {"prompt": 64, "length": 384, "texts": 49152, "batch": 128, "anchors": 16, "share": 0.5},
     {"prompt": 448, "length": 768, "texts": 16384, "batch": 64, "anchors": 32, "share": 0.35},
@@ -136,7 +136,7 @@ class MTP(nn.Module):
         self.norm = nn.RMSNorm(D, eps)
 
     def start(self, target):
-        """Start as the target's last layer (full attention); ``fc`` passes the hidden state on."""
+        """Copy the target's last layer (full attention); let ``fc`` pass the hidden state on."""
         self.layers[0].load_state_dict(target.layers[-1].state_dict())
         nn.init.eye_(self.fc.weight.data[:, len(self.fc.weight) :])
 
@@ -144,7 +144,7 @@ class MTP(nn.Module):
         """Return hidden states [B, T, D] of embedded tokens x [B, T, D], and the balance loss.
 
         ``hidden`` is the target's hidden state (after its norm) or the head's own, one position
-        before x. ``chain`` has the keys and values of earlier drafts in a row.
+        before x. ``chain`` has the keys and values of a chain's earlier drafts.
         """
         x = [self.pre_fc_norm_embedding(x), self.pre_fc_norm_hidden(hidden)]
         x, balance = self.layers[0](self.fc(torch.cat(x, dim=-1)), chain=chain)
@@ -174,7 +174,7 @@ def write_texts(model, head, train, buckets, generator):
 
 
 def block_loss(hidden, embedding, targets, weights):
-    """Weigh blocks' cross-entropies: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
+    """Average weighted cross-entropy: hidden [N, b - 1, D], targets [N, b - 1], weights [b - 1]."""
     loss = F.cross_entropy(
         (hidden.flatten(0, 1) @ embedding.T).float(), targets.flatten(), reduction="none"
     )
@@ -193,14 +193,14 @@ def distil_loss(hidden, target, embedding):
 
 
 def mtp_loss(head, read, last, some, goal, embedding, distil):
-    """Compute the loss of drafts in a row from every position; the head reads the text's tokens.
+    """Compute the loss of a chain of drafts from each position; drafts read the text's tokens.
 
     ``read`` and ``last`` [B, T, D] are the embedded text and the target's hidden states; ``goal``
     [N, D] are these hidden states at the indices ``some``.
     """
     hidden, chain, total = last, [], 0
     rows, columns = some
-    read = read.roll(-1, 1)  # token i + 1 beside hidden state i; nothing sees the last pair
+    read = read.roll(-1, 1)  # pairs token i + 1 with hidden state i; the last pair is not used
     for weight in DEPTHS:
         out, balance = head(read, hidden, chain)
         loss = distil(out[rows, columns - 1].flatten(0, 1), goal, embedding)

@@ -1,7 +1,7 @@
-"""Qwen3.5-MoE in PyTorch for training, its parameters named and shaped as mlx-lm's.
+"""Qwen3.5-MoE in PyTorch for training; its parameters have mlx-lm's names and shapes.
 
 It computes what ``mlx_lm.models.qwen3_5_moe`` computes, so that a checkpoint only needs to be
-quantized. The letters are those of ``tiny_moe.py``; H heads.
+quantized. Letters in shapes are those of ``tiny_moe.py``, and H heads.
 """
 
 import torch
@@ -47,7 +47,7 @@ class Conv1d(nn.Module):
 
 
 def delta_rule(q, k, v, g, beta):
-    """Apply the gated delta rule over T: by fla on a GPU, by transformers' reference elsewhere.
+    """Apply the gated delta rule over T, with fla on a GPU, else with transformers' reference.
 
     Shapes: q, k [B, T, Hk, Dk], not yet normalized; v and the result [B, T, Hv, Dv]; log decay g
     (float32) and write strength beta [B, T, Hv].
@@ -95,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = nn.Linear(D, self.sizes[2], bias=False)
         self.in_proj_b = nn.Linear(D, self.v_heads, bias=False)
         self.in_proj_a = nn.Linear(D, self.v_heads, bias=False)
-        # Mamba's initial values: decays over a few tokens to thousands.
+        # Mamba's initial values: a state decays over a few tokens, or over up to thousands.
         dt = torch.exp(torch.empty(self.v_heads).uniform_(-6.9, -2.3))
         self.dt_bias = nn.Parameter(dt + torch.log(-torch.expm1(-dt)))
         self.A_log = nn.Parameter(torch.empty(self.v_heads).uniform_(1, 16).log())
@@ -116,7 +116,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def attend_chain(q, k, v, chain):
-    """Attend in one step of chains of drafts, with one chain from every position at once.
+    """Compute attention for one step of all chains of drafts; every position begins a chain.
 
     A chain of drafts begins at its anchor, position a; its step j (0, 1, ...) is at a + j. A query
     of step j sees the keys of step 0 up to position a, and one key of each step s from 1 to j: the
@@ -134,7 +134,7 @@ def attend_chain(q, k, v, chain):
 
 
 class Heads(nn.Module):
-    """The projections of every attention; a query is ``width`` times as wide as a key."""
+    """The projections of an attention layer; a query is ``width`` times as wide as a key."""
 
     def __init__(self, c, width):
         super().__init__()
@@ -298,7 +298,7 @@ class TextModel(nn.Module):
 
 
 def token_loss(hidden, weight, targets):
-    """Compute each target's nats [N], from hidden [N, D] and the tied embedding [V, D]."""
+    """Compute each target's loss in nats [N], from hidden [N, D] and the tied embedding [V, D]."""
     return F.cross_entropy((hidden @ weight.T).float(), targets, reduction="none")
 
 
@@ -318,7 +318,7 @@ class Model(nn.Module):
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
     def forward(self, ids):
-        """Return the nats of each token but the first, [B, T - 1], and the balance loss."""
+        """Return each token's loss in nats but the first's, [B, T - 1], and the balance loss."""
         x, layers = self.language_model.model(ids[:, :-1])
         weight = self.language_model.model.embed_tokens.weight
         loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
@@ -326,7 +326,7 @@ class Model(nn.Module):
 
 
 class Writer:
-    """Continue many texts of one length at once with the target, by replays of one CUDA graph.
+    """Continue many texts at once to one length with the target; replay one CUDA graph.
 
     The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """

@@ -1,9 +1,9 @@
-"""Train tiny-moe in PyTorch: the 4-bit grid, Muon on this grid, and the loop.
+"""Train tiny-moe in PyTorch: rounding to 4 bits, Muon for rounded weights, training loop.
 
     python data/recipes/training/torch_train.py TEXT OUT [MINUTES [CHECKPOINT]]
 
-TEXT is the folder that ``corpus.py`` wrote. Compilation does not count as MINUTES. Training goes on
-from an exported CHECKPOINT.
+TEXT is the folder that ``corpus.py`` wrote. MINUTES are without compilation. Training continues
+from CHECKPOINT, which an earlier run exported.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch_qwen import Model
 DECAY = 0.1  # weight decay of the matrices
 BALANCE = 0.01  # weight of the balance loss
 WARMUP = 300  # steps until the rate is at its highest
-# Shares of the time after which the rate begins to fall to zero, and weights are rounded.
+# The rate falls to zero after the first share of the time; rounding begins after the second.
 FALL_FROM, QUANTIZE_FROM = 0.4, 0.6
 RATE = 8e-3  # the highest learning rate
 BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence
@@ -33,8 +33,8 @@ BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence
 def quantize(w, bits):
     """Return integers [..., out, groups, group], scales and biases [..., out, groups] of ``w``.
 
-    Unlike ``mx.quantize`` it rounds scale and bias to bfloat16 before it rounds the weights, so
-    that the integers fit the scale and bias that are stored.
+    Unlike ``mx.quantize`` this function rounds scale and bias to bfloat16 before it rounds the
+    weights, so that the integers fit the stored scale and bias.
     """
     w = w.unflatten(-1, (-1, GROUP_SIZE))
     low, high = w.amin(-1), w.amax(-1)
@@ -42,7 +42,7 @@ def quantize(w, bits):
     scale = ((high - low) / steps).clamp(min=1e-7)
     edge = torch.where(low.abs() > high.abs(), low, high)
     scale = torch.where(low.abs() > high.abs(), scale, -scale)
-    # The end that is farther from zero is a point of the grid, and so is zero.
+    # The grid contains zero, and of ``low`` and ``high`` the one farther from zero.
     zero = (edge / scale).round()
     bias = torch.where(zero == 0, 0, edge).bfloat16().float()
     scale = torch.where(zero == 0, scale, edge / zero).bfloat16().float()
@@ -50,7 +50,7 @@ def quantize(w, bits):
 
 
 def rounded(w, bits):
-    """Return the float32 weights that the 4- or 8-bit checkpoint stands for."""
+    """Round weights to the float32 values that a 4- or 8-bit checkpoint of them has."""
     q, scale, bias = quantize(w, bits)
     return (q * scale[..., None] + bias[..., None]).flatten(-2)
 
@@ -124,7 +124,7 @@ class Optimizer:
     ``torch.optim.Muon`` takes no stacks of experts. After each step a parameter is its master,
     rounded to what the checkpoint will hold, or to bfloat16 while ``quantized`` is off. The
     gradient at the rounded weights moves the master (straight-through). ``lr`` is the highest rate,
-    of Adam too; the root mean square of Muon's update is 0.2 * lr.
+    also for Adam; the root mean square of Muon's update is 0.2 * lr.
     """
 
     def __init__(self, model, lr, compiled=True):
@@ -132,7 +132,7 @@ class Optimizer:
         self.params = dict(model.named_parameters())
         self.masters = {n: p.detach().float().clone() for n, p in self.params.items()}
         self.m = {n: torch.zeros_like(w) for n, w in self.masters.items()}
-        self.others, self.groups = [], {}  # Adam's names; Muon's names by shape
+        self.others, self.groups = [], {}  # names: Adam's; Muon's, by shape
         for n, p in self.params.items():
             is_matrix = bits_of(n.removesuffix(".weight")) == BITS
             (self.groups.setdefault(p.shape, []) if is_matrix else self.others).append(n)
@@ -165,14 +165,14 @@ class Optimizer:
 
     @torch.no_grad()
     def write(self, quantized):
-        """Set the model's parameters from the masters, on the checkpoint's grid or not."""
+        """Copy the masters to the model's parameters; round for 4 or 8 bits if ``quantized``."""
         for n, p in self.params.items():
             bits, w = bits_of(n.removesuffix(".weight")), self.masters[n]
             p.copy_(self.rounded(w, bits) if quantized and bits else w)
 
 
 def batches(ids):
-    """Yield batches of windows [B, LENGTH + 1] for ever; each pass cuts at another offset."""
+    """Yield batches of windows [B, LENGTH + 1] for ever; each pass has another offset."""
     generator, span = torch.Generator().manual_seed(0), torch.arange(LENGTH + 1, device=ids.device)
     while True:
         offset = int(torch.randint(LENGTH, (1,), generator=generator))

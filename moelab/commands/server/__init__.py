@@ -8,6 +8,6 @@ A request passes these modules from top to bottom, and its answer from bottom to
     template      messages become tokens
     grammar       masks of logits keep an answer to the form that a request asks for
     engine        one thread reads prompts in parts and writes texts in batches
-    prompts       caches of earlier prompts, kept over a restart on demand
+    prompts       caches of earlier prompts; an option keeps them for the next start
     text          stop strings, reasoning and tool calls, in decoded text
 """

@@ -22,7 +22,7 @@ HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "f
 # Calls of services that this server does not have.
 SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
 SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
-_latest = {}  # the latest answers' items by id: clients may name an item by its id alone
+_latest = {}  # items of the latest answers, by id: clients may send an item's id only
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 SIGNATURE = "moelab"  # the signature of thoughts; clients may drop thoughts without one
@@ -34,7 +34,7 @@ DELTAS |= {"call": ("input_json_delta", "partial_json")}
 
 
 def pieces(value: object, role: str = "user") -> Iterator[Body]:
-    """Read messages, OpenAI's items and Anthropic's blocks as pieces of a chat's messages."""
+    """Turn messages, OpenAI's items or Anthropic's blocks into pieces of a chat's messages."""
     match value:
         case str(text) | {"type": "text" | "input_text" | "output_text", "text": str(text)}:
             yield {"role": role, "content": text}
@@ -99,7 +99,7 @@ class ItemsRequest(ChatRequest):
         messages = []
         for piece in self.system + self.messages:
             role, before = piece.pop("role"), messages[-1]["role"] if messages else "system"
-            # Claude Code sends a text that begins so; no model should read it.
+            # Claude Code sends such a text, which no model should read.
             if role == "system" and piece["content"].startswith("x-anthropic-billing-header:"):
                 continue
             if role in ("system", "developer"):

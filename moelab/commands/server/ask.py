@@ -1,4 +1,4 @@
-"""What the server's modules pass to each other: a text to write, and what was written of it."""
+"""What the server's modules pass to each other: texts to write, and what was written of them."""
 
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ Body = dict[str, Any]  # an object in JSON
 
 
 class Refused(ValueError):
-    """Refuses a request, with words, the wrong field, HTTP's status and OpenAI's code."""
+    """Refuses a request; has a message, the wrong field, HTTP's status and OpenAI's code."""
 
     def __init__(self, words: str, param: str | None = None, status=400, code: str | None = None):
         super().__init__(words)
@@ -37,10 +37,10 @@ class Served:
     model: nn.Module | None = None
     draft: Draft | None = None
     ranks: Ranks | None = None
-    has_states: bool = False  # whether caches cannot drop tokens (recurrent states)
+    has_states: bool = False  # True: caches cannot drop tokens (recurrent states)
     is_batchable: bool = False
     context: float = inf  # memory is planned for texts of this many tokens
-    room: float = inf  # how many texts of ``context`` tokens have caches that fit in memory
+    room: float = inf  # the number of texts of ``context`` tokens whose caches fit in memory
     most_texts: int = 1  # how many texts may be written at once
 
     def fits(self, sizes: list[int]) -> bool:
@@ -64,15 +64,15 @@ class Ask:
     seed: int | None = None  # None: the engine draws a seed
     form: str | None = None  # the grammar that the text follows (``grammar.grammar``)
     stops: list[str] = field(default_factory=list)  # the text ends before the first stop string
-    logprobs: int | None = None  # how many likely tokens to tell; None: no log probabilities
+    logprobs: int | None = None  # the number of top tokens to report; None: no log probabilities
     echo: bool = False  # with ``logprobs``: log probabilities of the prompt's tokens too
     num_draft_tokens: int | str = "auto"
     # Places in ``tokens`` where a later prompt may differ, each with mlx-lm's type of cache.
     cuts: list[tuple[int, str]] = field(default_factory=list)
-    is_open: bool = False  # no limit was set: ``max_tokens`` is the number of positions left
+    is_open: bool = False  # nobody set a limit: ``max_tokens`` is the number of free positions
 
     def __post_init__(self):
-        bias = self.penalties.get("logit_bias", {})  # JSON's keys are texts
+        bias = self.penalties.get("logit_bias", {})  # keys in JSON are strings
         self.penalties = self.penalties | {"logit_bias": {int(k): v for k, v in bias.items()}}
 
 

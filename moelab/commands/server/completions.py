@@ -28,7 +28,7 @@ class _Choices:
         return self._head | {"choices": choices, "usage": self._usage(parts)}
 
     def begin(self) -> Iterable[Body]:
-        """Begin a text with an empty part: OpenAI's client counts first log probabilities twice."""
+        """Send an empty part first: OpenAI's client would count log probabilities in it twice."""
         return (event for i in range(len(self._asks)) for event in self.part(i, Part()))
 
     def idle(self) -> None: ...
@@ -62,7 +62,7 @@ class _Choices:
         return choice | {"delta" if stream else "message": said}
 
     def _text(self, index, part):
-        """Make a choice of a text or of its next part; with ``echo`` the prompt comes before."""
+        """Make a choice of a text or of its next part; ``echo`` puts the prompt before it."""
         text, begun = part.text, self._request.prompt[index // self._request.n]
         if self._request.echo and index not in self._told:
             if not isinstance(begun, str):
@@ -70,12 +70,12 @@ class _Choices:
                 begun = self._tokenizer.decode(begun).rstrip("\ufffd" * half)
             text = begun + text
         rows = [self._score(*token) for token in [*part.prompt, *part.tokens]]
-        # In UTF-8 all bytes of a character but the first begin with the bits 10.
+        # In UTF-8 each byte of a character, except the first, begins with the bits 10.
         sizes = [sum(byte & 0xC0 != 0x80 for byte in row["bytes"]) for row in rows]
         *offsets, self._told[index] = accumulate(sizes, initial=self._told.get(index, 0))
         scores = {"tokens": [row["token"] for row in rows], "text_offset": offsets}
         scores["token_logprobs"] = [row["logprob"] for row in rows]
-        # The likeliest of tokens with equal text stays. A prompt's first token has no probability.
+        # Of tokens with equal text the likeliest stays. A prompt's first token has no probability.
         tops = [(row, *reversed(row["top_logprobs"])) for row in rows]
         tops = [{row["token"]: row["logprob"] for row in top} for top in tops]
         scores["top_logprobs"] = [None if None in top.values() else top for top in tops]
@@ -85,13 +85,13 @@ class _Choices:
     def _score(self, token, logprob, top=None):
         """Make OpenAI's form of a token, its log probability and the likeliest tokens."""
         data = self._detokenizer.bytes_of(token)
-        # OpenAI's log probability of an impossible token; ``max`` also gives it for nan.
+        # -9999 is OpenAI's log probability of an impossible token; ``max`` turns nan into it, too.
         score = None if logprob is None else max(-9999.0, logprob)
         row = {"token": data.decode(errors="backslashreplace"), "bytes": [*data], "logprob": score}
         return row if top is None else row | {"top_logprobs": [self._score(*t) for t in top]}
 
     def _usage(self, parts):
-        """Count the tokens; a prompt counts once, although ``n`` texts go on after it."""
+        """Count the tokens; a prompt counts once, even if ``n`` texts continue it."""
         prompts = [part.usage for part in parts[:: self._request.n]]
         read, written = sum(u.prompt for u in prompts), sum(part.usage.completion for part in parts)
         usage = dict(prompt_tokens=read, completion_tokens=written, total_tokens=read + written)

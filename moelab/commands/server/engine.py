@@ -55,7 +55,7 @@ class _Text:
         self._ends, self._detokenizer = tokenizer.eos_token_ids, tokenizer.detokenizer
         self._detokenizer.begin(ask.tokens)
         self._stops, self._decoded, self._told = Stops(ask.stops), 0, 0
-        self._held = []  # tokens not yet told to the client, and where their texts begin
+        self._held = []  # tokens that the client does not have yet, and where their texts begin
 
     @property
     def size(self) -> int:
@@ -112,9 +112,9 @@ class Engine:
         self.served, self.prompts, self._ranks = served, prompts, served.ranks
         self._quantized = quantized_given(served.args)
         self._inbox, self._numbers = queue.SimpleQueue(), itertools.count(1)
-        self._tells, self._error = {}, None  # ``tell`` by text number; what ended the thread
+        self._tells, self._error = {}, None  # ``tell`` by text number; the thread's last error
         self._texts, self._batch = {}, None  # texts by number, in the order of their last moves
-        # When the next part of a long prompt is due, and when there last were several texts.
+        # The times when a long prompt's next part is due and when there last were several texts.
         self._due_s = self._busy_s = 0.0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -142,14 +142,14 @@ class Engine:
     def join(self) -> None:
         """Wait for the end of the thread. On other ranks the thread ends when rank 0 says so."""
         self._thread.join()
-        # The thread still frees MLX's compiled functions after its Python code. The process would
-        # abort if the interpreter ended meanwhile.
+        # The thread frees MLX's compiled functions after its Python code has ended. The process
+        # would abort if the interpreter ended before that.
         end = time.monotonic() + 2
         while HERE.is_alive(self._thread.native_id) and time.monotonic() < end:
             time.sleep(0.01)
 
     def _run(self):
-        """Compute until the server is stopped or an error comes that concerns all texts."""
+        """Compute until the server is stopped or an error ends all texts."""
         self._stream = mx.default_stream(mx.default_device())
         error = Refused("the server was stopped", status=503)
         try:
@@ -160,7 +160,7 @@ class Engine:
             if self._ranks and not isinstance(e, RankError):
                 rank = f"rank {self._ranks.rank} of {self._ranks.size}"
                 error = RankError(f"{rank}: {describe(e)}")
-        self._error = error  # ``begin`` tells the error from now on
+        self._error = error  # ``begin`` now sends the error to new clients
         for tell in [*self._tells.values()]:
             tell(error)
         for text in [*self._texts.values()]:
@@ -222,7 +222,7 @@ class Engine:
         return self._ranks.gather(turn)[0] if self._ranks else turn
 
     def _at(self, *places):
-        """Return the texts in these places, in the order in which they came there."""
+        """Return the texts in these places, in the order of their last moves."""
         return [text for text in self._texts.values() if text.place in places]
 
     def _move(self, text, place):
@@ -255,7 +255,7 @@ class Engine:
         return not texts or (len(texts) < self.served.most_texts and fits)
 
     def _open(self, text):
-        """Fetch caches kept for a prompt's beginning, and choose where the rest is read."""
+        """Fetch caches kept for a prompt's beginning, and choose how to read the rest."""
         served, ask, cuts = self.served, text.ask, dict(text.ask.cuts)
         text.tokens = ask.tokens[:]
         text.processors = make_logits_processors(**ask.penalties) + [text.mask] * bool(text.mask)
@@ -271,11 +271,11 @@ class Engine:
         self._place(text)
 
     def _place(self, text):
-        """Put a text where it goes on: its prompt is read in parts, or it is written."""
+        """Move a text to its next place: its prompt is read in parts, or its answer is written."""
         # A text that waits for memory is counted, because it will soon be written, too.
         others = [t for t in self._at("waiting", "alone", "batch") if t is not text]
         place = "batch" if self.served.is_batchable and others else "alone"
-        # A short prompt is left to the batch, or to the loop with a draft.
+        # The batch, or the loop with a draft, reads a short prompt.
         drafted = self.served.draft is not None and not text.cuts
         is_short = text.rest <= PART and not text.scores and (drafted or place == "batch")
         if text.rest > 0 and not is_short:
@@ -404,7 +404,7 @@ class Engine:
 
 
 def _tokens(ids, logprobs, most):
-    """Make a ``Token`` of each id, with the ``most`` likeliest tokens, from logprobs [ids, V]."""
+    """Make ``Token``s of ids from logprobs [ids, V], each with up to ``most`` likeliest tokens."""
     chosen = mx.take_along_axis(logprobs, mx.array(ids)[:, None], axis=-1)[:, 0].tolist()
     size = min(max(most, 1), logprobs.shape[-1])
     top = mx.argpartition(-logprobs, size - 1, axis=-1)[:, :size]

@@ -26,7 +26,7 @@ def _library():
 
 
 def check(schema: Body, *path: str) -> None:
-    """Refuse a schema that is not supported, and name the wrong part's place below ``path``."""
+    """Refuse an unsupported schema; the error names the place of the wrong part, after ``path``."""
     matcher = _library().LLMatcher
     known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 
@@ -159,17 +159,17 @@ class Mask:
 
     @property
     def error(self) -> str:
-        """llguidance's error if it cannot go on, as at one of its limits; else an empty text."""
+        """The error that stopped llguidance (as at one of its limits), or an empty text."""
         return self._matcher.get_error().partition("\n")[0]
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return the logits [1, V] after any ``tokens`` [T], with -inf for what cannot follow."""
+        """Return the logits [1, V], with -inf for tokens that cannot follow ``tokens`` [T]."""
         written = np.array(tokens)[self._size :]
-        kept = same(self._written, written)  # fewer than were read, if a draft was rejected
+        kept = same(self._written, written)  # less than was read, if a draft was rejected
         self._matcher.rollback(len(self._written) - kept)
         kept += self._matcher.try_consume_tokens(written[kept:].tolist())
         self._written = written[:kept]
-        if kept < len(written):  # after a draft that cannot be accepted, or after the end
+        if kept < len(written):  # a draft that will be rejected, or tokens after the end
             return logits
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         may = np.unpackbits(bits, count=logits.shape[-1], bitorder="little").astype(bool)

@@ -31,9 +31,9 @@ from .engine import Engine
 from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
-SILENT_S = 30  # a client that does not end its request, or takes nothing, is dropped after this
-KEEPALIVE_S = 4  # after this time without events, a stream gets one that keeps it alive
-GRACE_S = 2  # how long clients can still receive what was written, after Ctrl-C
+SILENT_S = 30  # a client that sends half a request, or takes no bytes, for so long is dropped
+KEEPALIVE_S = 4  # a stream that had no event for so long gets one that keeps it alive
+GRACE_S = 2  # how long after Ctrl-C clients can still receive what was written
 MOST_NBYTES = 2**22  # the longest request: 16 bytes for each of 256k tokens
 SMALL_NBYTES = 2**14  # the longest small request; 16 small ones are taken even if memory is short
 CHECK_S = 60  # a request whose check takes longer is refused: its template may be endless
@@ -121,7 +121,7 @@ class _Endpoint:
             _held.pop(request, None)
 
     async def _read(self, request):
-        """Read a body to its end, even if it is refused: else its client would lose the answer."""
+        """Read all of a body, even of a refused one: else the client would lose the answer."""
         parts, body, origin = request.stream(), bytearray(), request.headers.get("origin")
         free = memory_now()[1] // 2 // 260  # a tokenizer takes 260 bytes for each byte of a text
         longest, most = max(SMALL_NBYTES, min(MOST_NBYTES, free)), max(16 * SMALL_NBYTES, free)
@@ -176,7 +176,7 @@ class _Endpoint:
 
 
 async def _next(told, within_s=None):
-    """Return the queue's next event, or None if none comes in time; raise an error that comes."""
+    """Return the next event, or None if none comes in time; raise an event that is an error."""
     event, index = None, None
     with suppress(TimeoutError):
         async with asyncio.timeout(within_s):
@@ -199,8 +199,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.create_server(address, family=family, backlog=1024)
-        # uvicorn reads all that waits in a socket's buffer: 180 kB for each of 1,500 clients with
-        # the system's buffers.
+        # uvicorn reads all that waits in a socket's buffer. With buffers of the system's size it
+        # reads 180 kB for each of 1,500 clients.
         made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
         return made
     except OSError as error:
@@ -229,7 +229,7 @@ class Server(uvicorn.Server):
             self.engine.stop()
 
     def handle_exit(self, *_):
-        """Let the server end: raising would abort MLX. The fourth signal ends the process."""
+        """Let the server end: an exception would abort MLX. The fourth signal ends the process."""
         self.should_exit, self._asked = True, self._asked + 1
         if self._asked > 3:
             interrupts.end()
@@ -244,7 +244,7 @@ class Server(uvicorn.Server):
             cycle = client.cycle
             sends = cycle is None or cycle.response_complete or cycle.more_body
             if sends or client.flow.write_paused:
-                # Another request, or bytes that the client took, begin another wait.
+                # The wait begins anew at another request, or when the client takes bytes.
                 wait = client, cycle, client.transport.get_write_buffer_size()
                 silent[wait] = self._silent.get(wait, now)
                 if now - silent[wait] > SILENT_S:

@@ -43,7 +43,7 @@ class Prompts:
             self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
 
     def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        """Copy the caches with the longest beginning of ``tokens[:-1]``; also return its length."""
+        """Copy the caches of the longest start of ``tokens[:-1]``; return them and its length."""
         cache, rest = self._lru.fetch_nearest_cache(MODEL, tokens[:-1])
         cached = len(tokens[:-1]) - len(rest)
         return (list(cache), cached) if cached else (None, 0)
@@ -51,8 +51,8 @@ class Prompts:
     def keep(self, tokens: list[int], cache: list, kind: str = "assistant") -> None:
         """Keep a copy of the caches after ``tokens`` if there is memory; ``kind`` is mlx-lm's.
 
-        The oldest prompt of one kind is forgotten if room is needed. The kind is assistant, unless
-        more user prompts are kept; it is then user, or system if even more system prompts are kept.
+        The oldest prompt of one kind is forgotten if room is needed. This kind is assistant, or
+        user if more user prompts are kept, or system if even more system prompts are kept.
         """
         cache = copy.deepcopy(cache)  # the copy shares arrays; the caller may go on writing
         # The caches of a text in a batch are views, which would keep all of the batch's arrays.
@@ -67,12 +67,12 @@ class Prompts:
     def shared(self, tokens: list[int], cached: int) -> int:
         """Return how many tokens a prompt shares with an earlier prompt, and remember the prompt.
 
-        Caches kept at that length serve later prompts. Returns 0 if ``cached`` is nearly as long.
+        Later prompts can use caches of that length. Returns 0 if ``cached`` is nearly as much.
         """
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= cached + 16 else 0  # it is cheaper to read fewer tokens again
+        return shared if shared >= cached + 16 else 0  # reading fewer tokens again is cheaper
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until ``nbytes`` of the limit are left for texts being written."""

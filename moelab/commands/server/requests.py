@@ -14,7 +14,7 @@ from uuid import uuid4
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.config import with_config
-from typing_extensions import TypedDict  # pydantic takes Python's own from 3.12 on
+from typing_extensions import TypedDict  # pydantic accepts typing.TypedDict from 3.12 on
 
 from ...checkpoint import shorten
 from .ask import Ask, Body, Part, Refused, Served
@@ -57,7 +57,7 @@ def _expect(is_so, name, expected, got):
 
 
 def parsed(text: bytes, where: str = "body: ") -> Body:
-    """Read an object in JSON. Half a surrogate pair, where a client cut a text, becomes U+FFFD."""
+    """Read an object in JSON. A lone surrogate, where a client cut a text, becomes U+FFFD."""
     try:
         return OBJECT.validate_json(HALF.sub(lambda found: found[1] or rb"\ufffd", text))
     except ValidationError as error:
@@ -90,7 +90,7 @@ def shown(message: object) -> object:
 def functions(tool: object, prefix: str = "") -> list[Body]:
     """List the functions of a tool in OpenAI's or Anthropic's form; a namespace has several.
 
-    A tool that the client or the service runs in its own way has no functions.
+    Tools of other types, which the client or the service runs, have no functions.
     """
     match tool:
         case {"type": "function", "function": {"name": str()}}:
@@ -108,19 +108,19 @@ def functions(tool: object, prefix: str = "") -> list[Body]:
 
 
 def _stops(value):
-    """Make a list of one or more stop strings, without empty strings, which would end nothing."""
+    """Make a list of stop strings, and leave out empty strings, which would end nothing."""
     value = [value] if isinstance(value, str) else value
     return [text for text in value if text != ""] if isinstance(value, list) else value
 
 
 def _listed(value):
-    """Make a list of a single prompt, which is a text or a list of tokens."""
+    """Put a single prompt, which is a text or a list of tokens, into a list."""
     is_one = isinstance(value, str) or (isinstance(value, list) and isinstance([*value, 0][0], int))
     return [value] if is_one and value != [] else value
 
 
 OBJECT, IMAGE = TypeAdapter(Body), {"type": "text", "text": "(an image was left out)"}
-# A lone half of a surrogate pair in JSON. The group matches what stays: other escapes and pairs.
+# A lone surrogate in JSON. The group matches what is kept: other escapes, and whole pairs.
 HALF = re.compile(rb"(?i)(\\[^u]|\\ud[89ab][\da-f]{2}\\ud[c-f][\da-f]{2})|\\ud[89a-f][\da-f]{2}")
 Number, Positive = Annotated[float, Field(ge=-100, le=100)], Annotated[float, Field(ge=0, le=100)]
 Whole, Share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(ge=0, le=1)]
@@ -271,7 +271,7 @@ class Dialect:
     kind: type[ChatRequest] | type[CompletionRequest]
     answer: Callable[["Asked"], Answer]
     error: Callable[[str, str | None, int, str | None], Body]  # takes words, field, status and code
-    names: dict[str, str] = field(default_factory=dict)  # a field's name here: its name in ``kind``
+    names: dict[str, str] = field(default_factory=dict)  # the dialect's field names to ``kind``'s
     prompt: str = "messages"
     too_long: str = (  # the words that clients look for
         "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "
@@ -284,15 +284,15 @@ class Dialect:
         match body:
             case {"tool_choice": {"disable_parallel_tool_use": True}}:  # Anthropic's
                 body = body | {"parallel_tool_calls": False}
-        # A field with a name of the dialect's own is taken only under that name: the two names are
-        # swapped, so ``kind``'s name is refused.
+        # The two names of a field, the dialect's and ``kind``'s, are swapped. So the dialect's name
+        # is accepted, and ``kind``'s name is refused.
         names = self.names | {name: own for own, name in self.names.items()}
         given = {k: v for k, v in body.items() if k not in TAKEN and v not in (None, ONLY.get(k))}
         try:
             return self.kind.model_validate({names.get(k, k): v for k, v in given.items()})
         except ValidationError as error:
             found = [(_place(wrong, names), wrong) for wrong in error.errors(include_url=False)]
-        where, wrong = max(found, key=lambda pair: len(pair[0]))  # of a union, the deepest error
+        where, wrong = max(found, key=lambda pair: len(pair[0]))  # a union's deepest error
         said = [other["msg"] for place, other in found if place == where]
         words = " or ".join(dict.fromkeys(said)).removeprefix("Value error, ")
         words = words.replace("Input should be", "expected", 1).replace("Input should be ", "")

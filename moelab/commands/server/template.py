@@ -18,9 +18,9 @@ OURS = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {"
 def chat_tokens(
     tokenizer: TokenizerWrapper, messages: list, tools: list | None, given: dict, has_states: bool
 ) -> tuple[list[int], list[tuple[int, str]], str]:
-    """Return a chat's tokens, ``Ask.cuts`` (if the model ``has_states``) and ``Splitter``'s state.
+    """Return a chat's tokens, its cuts (``Ask.cuts``) and the state in which ``Splitter`` begins.
 
-    ``given`` are arguments of the template. Raises ``Refused``.
+    ``given`` are the template's arguments. Cuts are [] without ``has_states``. Raises ``Refused``.
     """
     if tools and not tokenizer.has_tool_calling:
         raise Refused("tools: this model has no known format of calls. Send no tools.", "tools")
@@ -39,7 +39,7 @@ def chat_tokens(
     render = partial(tokenizer.apply_chat_template, tools=tools or None, **given)
 
     def shared(messages):
-        """Count the first tokens that the prompt shares with ``messages`` without a new turn."""
+        """Count the leading tokens that ``tokens`` and the rendered ``messages`` share."""
         with suppress(Exception):  # the template may refuse them
             pairs = zip(tokens, render(messages, add_generation_prompt=False))
             return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
@@ -56,7 +56,7 @@ def chat_tokens(
     thinks = thinks and not opened < end < len(tokens)  # a <think> in a message does not count
     state = not first and tokenizer.response_initial_state
     state = state or ("reasoning" if thinks else "normal")
-    # Caches after a user's message serve longest: later prompts may lack the answer's thinking.
+    # A cache that ends with a user's message serves longest: later prompts may omit the thinking.
     last = min(end or len(tokens), len(tokens) - 1)  # some templates always begin the next turn
     cuts = {last: "user" if messages[-1]["role"] == "user" else "assistant"}
     leading = [*takewhile(lambda m: m["role"] in ("system", "developer"), messages)]
@@ -67,7 +67,7 @@ def chat_tokens(
 
 
 def _message(message, system):
-    """Make the message that templates expect: content is a text, a call's arguments an object."""
+    """Convert a message for templates: its content to text, each call's arguments to an object."""
     message = {name: value for name, value in message.items() if value is not None}
     content = message.get("content", "")
     parts = [{"text": content}] if isinstance(content, str) else content

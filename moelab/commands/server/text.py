@@ -12,13 +12,13 @@ from .ask import Part, Run, joined
 
 
 class Stops:
-    """Ends a text before the stop string that starts first in it; none of ``stops`` is empty."""
+    """Ends a text before its first stop string; no string in ``stops`` is empty."""
 
     def __init__(self, stops: list[str]):
         self._stops, self._held, self.found = stops, "", None
 
     def add(self, text: str, last: bool = False) -> str:
-        """Return text to send, and hold what may begin a stop string, except in the last piece."""
+        """Return text to send; hold back an end that may begin a stop string, unless ``last``."""
         text, self._held = self._held + text, ""
         for i in range(len(text)):
             begun = [s for s in self._stops if s.startswith(text[i : i + len(s)])]
@@ -30,11 +30,11 @@ class Stops:
 
 
 class Splitter:
-    """Splits a text, in whatever pieces it comes, into reasoning, calls of ``tools`` and the rest.
+    """Splits a text that comes in pieces into reasoning, calls of ``tools`` and the rest.
 
-    ``state`` is the state at the prompt's end; in the state "content" nothing is split. Text that
-    turns out to be no call, and a call that ``max_tokens`` cut, are read again as text in the state
-    before the call. An answer has only the first call if ``one`` is set.
+    ``state`` is the state at the prompt's end; in the state "content" nothing is split. A call's
+    text that does not parse, or that ``max_tokens`` cut, is read again as text in the state before
+    the call. Only the first call is kept if ``one`` is set.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, tools: list | None, state: str, one=False):
@@ -55,7 +55,7 @@ class Splitter:
 
     def _read(self, text, tools):
         said = ""
-        for character in text:  # one by one: text that is not a call sets the state back
+        for character in text:  # one by one, because text that is not a call resets the state
             before = self._state[0]
             self._state, more, now = self._machine.step(self._state, character)
             said += more

@@ -1,1 +1,1 @@
-"""Measurements, one module for each question; the charts of a notebook stand in its cells."""
+"""Measurements, one module for each question; a notebook's own cells draw its charts."""

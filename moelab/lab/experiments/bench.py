@@ -123,7 +123,7 @@ def measure(
 
 
 def _as_dict(variant):
-    """Write a variant as a dict: its config's fields, and its own fields that are not defaults."""
+    """Turn a variant into a dict of its config's fields and its other fields, except defaults."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
     default = Variant(own.pop("config"))
     set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
@@ -133,7 +133,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # a page counts for its first reader
+        oscache.drop_pages(folder(variant.path or path))  # a page counts for who reads it first
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -264,10 +264,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _as_resident(samples):
-    """Whether every mode with the model's own top-k decoded the resident model's tokens.
+    """Whether every mode with the model's own top-k decoded the same tokens as the resident model.
 
-    On a GPU other tokens are no error: half precision rounds differently there when a prompt's
-    experts are grouped differently.
+    Always true on a GPU: half precision rounds differently there if a prompt's experts are grouped
+    differently, so different tokens are no error.
     """
     settings = samples.attrs["settings"]
     if samples.attrs["machine"]["device"] == "gpu" or settings["baseline"] is None:

@@ -31,7 +31,7 @@ from ..route import route_by
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-DISCARDED = 2  # the first tokens or calls of a series, which are slower, are not counted
+DISCARDED = 2  # how many first tokens or calls of a series do not count: they are slower
 ROUNDS = 2  # rounds of every kind of sample
 SAMPLES = 24  # samples of each kind in a record
 PROMPT = 128  # tokens of a prompt that is computed at once
@@ -42,7 +42,7 @@ HELD, HELD_NBYTES = "all in slots", 4e9
 
 
 def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = None) -> Costs:
-    """Measure a replay's costs without pandas; report a disturbance by ``tell`` (None: stderr)."""
+    """Measure costs for a replay, without pandas; ``tell`` reports disturbances (None: stderr)."""
     record = samples_of(path, tokens=tokens)
     if told := records.busy(record["load"]):
         said = f"{told}, so this machine looks slower than it is. Close other programs, try again."
@@ -53,8 +53,8 @@ def measure_costs(path: str | Path, tokens: int = 12, tell: Callable | None = No
 def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int = 12) -> dict:
     """Time reads, tokens and one expert's arithmetic, and return the record.
 
-    Three times tell how much of the reads the arithmetic hides: of a token with as many misses as
-    possible, of its reads alone, and of its arithmetic alone. A terminal shows a progress bar.
+    Tokens with as many misses as possible are timed, and also their reads alone and their
+    arithmetic alone. The difference is what the arithmetic hides. A terminal shows a progress bar.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -113,7 +113,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
     medians = {key: np.median(found) for key, found in seconds.items()}
 
     def by_misses(what, variant):
-        """Return the numbers of misses, sorted, and the seconds of each."""
+        """Return the sorted numbers of misses, and the median seconds for each number."""
         found = sorted((key[2], s) for key, s in medians.items() if key[:2] == (what, variant))
         return np.array(found, float).reshape(-1, 2).T
 
@@ -131,9 +131,9 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
         return float((sizes * reads).sum() / (sizes * sizes).sum()), 0.0
 
     def beside(variant):
-        """Return the seconds of a byte and of a call, and the overlap of reads and arithmetic: the
-        hidden share (0 to 1) of the shorter of the two. The seconds of a byte include the excess
-        if a token takes longer than its reads and its arithmetic in turn."""
+        """Return the seconds per byte, the seconds per call, and the overlap of reads and
+        arithmetic: the hidden share (0 to 1) of the shorter one. A token can take longer than its
+        reads plus its arithmetic; the seconds per byte then include this excess."""
         byte_s, call_s = line(variant)
         (misses, reads), miss_s = by_misses("reads", variant), by_misses("token", variant)[1, 0]
         hidden_s = reads[-1] - (miss_s - hit_s) / L
@@ -155,7 +155,7 @@ def costs_of(samples: "DataFrame | dict") -> Costs:
 
 
 def rows_with_misses(misses, num, L, E, K, rng):
-    """Route up to ``num`` tokens ``[T, L, K]``, each with ``misses`` misses in K slots."""
+    """Choose experts for up to ``num`` tokens, each with ``misses`` misses in a layer's K slots."""
     num = min(num, max(2, (E - K) // misses + 1))
     order = rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1)
     # A window of K experts moves by ``misses``: the slots hold exactly the last token's experts.
@@ -164,9 +164,9 @@ def rows_with_misses(misses, num, L, E, K, rng):
 
 
 def _time_reads(models, path, most, made, tokens, rng):
-    """Yield the source of a layer's reads, the layer's misses and the seconds of the reads."""
+    """Time reads of a layer's misses; yield the source, the number of misses and the seconds."""
     layers = {variant: session_of(model).layers for variant, model in models.items()}
-    # PAGES reads the same experts after DISK, now from the page cache.
+    # PAGES reads, from the page cache, the experts that DISK has just read from the disk.
     ways = {DISK: layers[DISK], PAGES: layers[DISK]} | layers
 
     def bring(layers, row):
@@ -197,7 +197,7 @@ def _time_tokens(model, rows):
 
 
 def _repeat_token(model, num):
-    """Time one token again and again, with its experts in slots and each pass scheduled ahead."""
+    """Time one token ``num`` times, with its experts in slots and each pass scheduled ahead."""
     last, seconds = None, []
     for _ in range(num + 1):
         begin = time.perf_counter()
@@ -212,7 +212,7 @@ def _repeat_token(model, num):
 
 
 def _time_without_reads(path, config, tokens, E):
-    """Yield ``what`` and ``seconds`` of tokens and a prompt with every expert in a slot."""
+    """Time tokens and a prompt with every expert in a slot; yield ``what`` and ``seconds``."""
     ids = np.arange(PROMPT + 1 + tokens + DISCARDED) % 64
     prompt, fed = ids[: PROMPT + 1].tolist(), ids[PROMPT + 1 :].tolist()
     model, _ = load_model(path, replace(config, slots=E))
@@ -225,7 +225,7 @@ def _time_without_reads(path, config, tokens, E):
 
 
 def _expert_s(model, experts, tokens):
-    """Time one more expert in a layer: compare calls with K and with K / 2 experts in slots."""
+    """Time one expert's arithmetic: compare a layer's calls with K and with K / 2 experts."""
     session = session_of(model)
     layer, K = session.layers[0], len(experts)
     module = layer.slots.bank.experts

@@ -26,7 +26,7 @@ def default_dtype() -> mx.Dtype:
 
 
 def operations(*arrays: mx.array) -> dict[str, int]:
-    """Count by kind the operations that an evaluation of ``arrays`` runs; views do not count."""
+    """Count the operations of each kind that evaluating ``arrays`` runs; views do not count."""
     with temporary_folder() as folder:
         dot = folder / "graph.dot"
         mx.export_to_dot(str(dot), *arrays)

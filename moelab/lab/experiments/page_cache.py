@@ -26,7 +26,7 @@ NO_SLOTS = "no slots"
 
 @cache
 def routing(layers: int = LAYERS, vocab: int | None = None) -> Trace:
-    """Return the experts ``[T, L, 8]`` that ``LIKE`` needs if it decodes all of ``TEXT``."""
+    """Return the experts ``[T, L, 8]`` that model ``LIKE`` needs to decode all of ``TEXT``."""
     config, trace = copy.deepcopy(synthesize.CONFIGS[LIKE]), recorded_trace(TEXT)
     tiny = json.loads(shipped("models", "tiny-moe", "config.json").read_text())
     vocab = vocab or tiny["text_config"]["vocab_size"]
@@ -39,8 +39,8 @@ def told(samples: DataFrame) -> DataFrame:
     """Add this notebook's columns to a bench's samples, and drop the rows of the resident model.
 
     The columns are ``reads`` (how experts outside slots are read), ``slots``, ``cache`` (in words),
-    ``ms`` of a token, ``wait_ms`` for reads, and the percentages of experts found in slots, in the
-    page cache and on disk.
+    ``ms`` (of a token), ``wait_ms`` (a token's wait for reads), and the percentages of experts that
+    were found in slots, in the page cache and on disk.
     """
     out = samples[samples["mode"] != "resident"].copy()
     without = out["mode"] == "buffers"

@@ -1,8 +1,8 @@
 """``python -m moelab plan``: how fast would a model decode on this machine, or on another one?
 
 A model on disk is measured on this machine, and ``advise`` compares settings. A model that is not
-on disk has a published configuration. Another machine is described by a few numbers, from which
-``replay.machine`` computes a token's costs. Both ways replay a trace with ``moelab.plan``'s slots.
+on disk is planned from its published configuration. ``replay.machine`` computes a token's costs on
+another machine from a few numbers. Every forecast replays a trace with ``moelab.plan``'s slots.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from ..machine import cold_gain
 from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
-# A speed is probably within this factor of its plan. ``FORMULA_NEAR`` tells how many published
-# sources were that near to a formula which was not fitted to them. ``OWN_NEAR`` tells how many of
-# our own settings were that near to a plan with measured costs (data/recipes/published.py).
+# A speed is probably within this factor of its plan. ``FORMULA_NEAR``: how many published speeds
+# lay within the factor of a formula that was fitted to other speeds. ``OWN_NEAR``: how many of our
+# own speeds lay within the factor of a plan with measured costs (data/recipes/published.py).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
     "six of seven published sources left out of the fit were so near, the worst 3.3 times off"
@@ -47,7 +47,7 @@ TOKENS = 400  # tokens of the synthetic trace; half of them fill the caches
 REJECTED_READS = 1 / 3
 DRAFTS, ACCEPTED = 3, 0.7  # length and acceptance of a draft that would help
 WORTH_A_LINE = 1.2  # a change with a smaller speedup is not named
-STAND_IN = "qwen3.5-35b-a3b", 4, 32  # the measured model: its shapes, layers, experts in each
+STAND_IN = "qwen3.5-35b-a3b", 4, 32  # shapes of this model, number of layers, experts per layer
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ class Forecast:
         }
 
     def with_drafts(self, drafts: int, accepted: float) -> dict[str, float]:
-        """Return ``parts_s`` with a draft that takes no time; a pass verifies all its drafts."""
+        """Return ``parts_s`` if each pass verifies ``drafts`` tokens, drafted in no time."""
         if not drafts:
             return self.parts_s
         parts, facts, machine = self.parts_s, self.plan.facts, self.machine
         L = facts.num_layers
         positions = drafts + 1
         tau = float(sum(accepted**i for i in range(positions)))  # tokens that a pass commits
-        read = tau + REJECTED_READS * (positions - tau)  # in units of a token's reads
+        read = tau + REJECTED_READS * (positions - tau)  # a pass's reads, in tokens' reads
         experts_nbytes = L * distinct(facts, positions) * facts.expert_nbytes
         share = 0.0 if math.isnan(machine.prompt_share) else machine.prompt_share
         nbytes = max(facts.dense_nbytes + experts_nbytes, share * positions * facts.active_nbytes)
@@ -118,7 +118,7 @@ class Forecast:
         return self.machine.prompt_s(self.plan, tokens, self.slots)
 
     def table(self, prompt: int, more: Mapping[str, str] = {}) -> str:
-        """Write the forecast, a line for each thing that a user asks, and ``more`` lines."""
+        """Write the forecast: a line for each question of a user, and the lines of ``more``."""
         plan, facts, slots, machine = self.plan, self.plan.facts, self.slots, self.machine
         speed, (first_s, last_s) = 1 / self.advice.token_s, self.prompt_s(prompt)
         parts = {name: rough(s * 1e3) for name, s in self.parts_s.items() if s >= 0.01 / speed}
@@ -166,7 +166,7 @@ def forecast(
 
 
 def _fitting(name, machine, bits, top_k=None):
-    """Plan a published model; raise ValueError if it needs more memory than a machine has."""
+    """Plan a published model; raise ValueError if it does not fit into the machine's memory."""
     try:
         return named(name, machine.most, bits, top_k)
     except DoesNotFit as error:
@@ -223,7 +223,7 @@ def _here():
 
 
 def _memory(ram=None):
-    """Return this machine's bytes of memory (or ``ram``), and those that a model does not get."""
+    """Return this machine's bytes of memory (or ``ram``), and the bytes that no model may take."""
     total = ram or HERE.memory()[0]
     return total, taken_of(ram) if ram else total - memory_for_a_model()
 
@@ -245,8 +245,8 @@ def describe(
 ) -> str:
     """Say what to expect of a published model here or elsewhere (``ram`` GB, ``ssd`` GB/s).
 
-    ``chip`` is a Mac's chip, one of ``CHIPS`` or its memory's GB/s. With ``cores`` a CPU of so many
-    cores computes, and ``chip`` is its memory's GB/s. Values of None are measured on this machine.
+    ``chip`` is a Mac's chip (one of ``CHIPS``), or the memory's GB/s. With ``cores``, so many CPU
+    cores compute, and ``chip`` must be GB/s. Values that are None are measured on this machine.
     """
     name = one_of(CONFIGS, name, "a model folder, a downloaded Hub repository, or ")
     chip = one_of(CHIPS, chip) if isinstance(chip, str) else chip
@@ -277,7 +277,7 @@ def describe(
 
 
 def _machine(name, bits, ram, ssd, chip, cores):
-    """Return the described machine, or this one with the given values in place of its own."""
+    """Return the described machine, or this machine with its memory and SSD as given."""
     if isinstance(chip, str) and cores:
         raise ValueError(
             "plan: expected --chip or --cores, got both; with --cores, --chip takes GB/s."

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Group = mx.distributed.Group
-ALL = 1 << 16  # slots, more than there are experts
+ALL = 1 << 16  # more slots than any layer has experts
 RANDOM = "random"
 HELD = "all held"  # every expert has a slot and nothing is read
 SETTINGS = {  # arguments of ``divided``, by the backend of the ranks

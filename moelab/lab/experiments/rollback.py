@@ -10,7 +10,7 @@ from ...speculation.rollback import Rollback
 class RestoreOnly:
     """A faulty rollback (SwiftLM's ``MambaCache.trim``): it also takes accepted tokens back.
 
-    ``undo`` restores the recurrent state of before the pass. It trims attention caches correctly.
+    ``undo`` sets the recurrent state back to before the pass, and trims attention caches correctly.
     """
 
     def __init__(self, model: nn.Module, cache: list):

@@ -36,7 +36,7 @@ from ..texts import PROMPTS
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Keys: what a thread does. Values: the column with the host's seconds of doing this.
+# Keys: what a thread does. Values: the column of the seconds in which the host does this.
 HOST = {
     "arithmetic": "arithmetic_s",  # moelab's kernels, which compute in the host's thread
     "waiting for MLX": "mlx_s",  # routing and tokens that MLX computes, on a CPU or a GPU
@@ -47,7 +47,7 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# The outer calls (None: none) in which a call is noted: a kernel inside a read counts as reading.
+# A call gets a span only in these outer calls (None: in no call). A kernel in a read is reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted
     ARITHMETIC: [(Kernel, "__call__")],
@@ -62,17 +62,17 @@ WARMUP = 4  # tokens
 
 
 class Clock:
-    """Notes what threads do in ``spans``; an inner call interrupts the outer one's span."""
+    """Records in ``spans`` what threads do; an inner call interrupts the span of its outer call."""
 
     def __init__(self):
         self.spans, self._local, self._host = [], threading.local(), threading.get_ident()
 
     def during(self, what: str, call: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Do ``call``, and note when this thread did ``what``."""
+        """Run ``call``, and record it as this thread's span of ``what``."""
         stack, begin = self._local.__dict__.setdefault("stack", []), perf_counter()
         outer = stack[-1][0] if stack else None
         if outer not in OUTER.get(what, (outer,)):
-            return call(*args, **kwargs)  # the time counts as the outer call's
+            return call(*args, **kwargs)  # the time counts for the outer call
         if stack:
             self._note(*stack[-1], begin)
         stack.append([what, begin])
@@ -85,7 +85,7 @@ class Clock:
                 stack[-1][1] = end
 
     def bring(self, call: Callable, *args: Any):
-        """Call ``Residency.bring`` and note a span from a layer's first expert to its last."""
+        """Run ``Residency.bring``, and record one span for all experts that it brings."""
         begin = perf_counter()
         yield from call(*args)
         self.spans.append(("experts", "a layer's experts", begin, perf_counter()))
@@ -95,7 +95,7 @@ class Clock:
         self.spans.append((lane, what, begin, end))
 
     def watching(self) -> ExitStack:
-        """Return a context; inside it the engine's calls are noted, for all models."""
+        """Return a context that records the engine's calls, of all models."""
         stack = ExitStack()
         for what, calls in CALLS.items():
             for owner, name in calls:
@@ -106,7 +106,7 @@ class Clock:
 
 
 def _calling(through, call):
-    """Return a replacement for the method ``call``, which calls ``through(call, ...)``."""
+    """Return a method that replaces ``call`` and calls ``through(call, ...)``."""
     return lambda *args, **kwargs: through(call, *args, **kwargs)
 
 
@@ -118,7 +118,7 @@ def measure(
     runs: int = 5,
     cold: bool = False,
 ) -> "DataFrame":
-    """Decode in every mode with a clock in the engine, scheduling a token ahead as mlx-lm does.
+    """Decode in every mode with a ``Clock``; each token is scheduled ahead, as in mlx-lm.
 
     A row is a run: the columns of ``HOST`` add up to ``decode_s``, and ``spans`` are those of the
     last token. ``cold`` drops the file's pages before the clock starts.

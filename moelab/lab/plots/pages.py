@@ -4,8 +4,8 @@
     python -m moelab.lab index FOLDER [OWNER/REPOSITORY]
 
 A page needs neither kernel nor network. All pages share one file, ``plotly.min.js``. ``NAME.json``
-beside a page has its title and answer, for the index. Pages of another machine may lie in a folder
-inside FOLDER, such as ``macos-15``: both indexes are written and link each other.
+beside a page has its title and answer, for the index. Pages from another machine may lie in a
+folder inside FOLDER, such as ``macos-15``. Both folders get an index with a link to the other one.
 """
 
 import html
@@ -55,7 +55,7 @@ ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw 
 
 
 def summary(notebook) -> dict[str, str]:
-    """Return a notebook's ``title``, and as ``answer`` the text after ``**Takeaway.**``."""
+    """Return a notebook's ``title`` and its ``answer``, the text after ``**Takeaway.**``."""
     texts = []
     for cell in notebook.cells:
         texts += [cell.source] * (cell.cell_type == "markdown")
@@ -112,7 +112,7 @@ def _is_progress(output):
 
 
 def still(notebook, picture: Callable, name: str) -> None:
-    """Replace a notebook's charts and sliders by ``picture(JSON of plotly)`` and text in HTML."""
+    """Replace a notebook's charts and sliders by HTML: ``picture(plotly's JSON)`` and text."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [new for old in cell.outputs for new in _still(old, picture, name)]
@@ -137,7 +137,7 @@ def _html(text):
 
 def _drawn(figure):
     """Write a figure as HTML with its JSON; the page's script draws the figure."""
-    layout = {**figure["layout"], "dragmode": False}  # a finger scrolls the page
+    layout = {**figure["layout"], "dragmode": False}  # so that dragging scrolls
     written = json.dumps({"data": figure["data"], "layout": layout}).replace("</", r"<\/")
     return _html(
         f'<div role="img" aria-label="{html.escape(layout["meta"]["alt"])}"></div>'

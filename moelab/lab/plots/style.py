@@ -20,14 +20,14 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# All in pixels, except ``NARROW_CHARACTERS`` (an axis title on a phone) and ``LEGEND_CHARACTERS``.
+# Sizes are in pixels, line lengths (of an axis title on a phone, of a legend) in characters.
 PLOT_HEIGHT = 300
 TOP, FOOTER = 22, 54  # room above the plot; below it, for ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
 WIDE, NARROW = 800, 260  # room for a legend on a page and on a phone
 NARROW_CHARACTERS, LEGEND_CHARACTERS = 28, 38
 
-# This script draws a figure in a browser, as wide as its place, in a notebook and on a page.
+# This script draws a figure in a notebook or on a page, as wide as the element that holds it.
 DRAW = """
 function draw(el, figure) {
   const plot = el.appendChild(document.createElement('div'));
@@ -167,7 +167,7 @@ def ceiling(
         "annotation_position": at,
     }
     (fig.add_hline if axis == "y" else fig.add_vline)(value, **look, **where)
-    if log:  # plotly takes an annotation's place as a logarithm, a shape's place as the value
+    if log:  # plotly wants the logarithm for an annotation, but the value for a line
         fig.layout.annotations[-1][axis] = math.log10(value)
 
 

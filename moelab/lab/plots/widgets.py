@@ -19,7 +19,7 @@ _WIDE = {
     "layout": {"width": "100%", "max_width": "500px", "height": "auto", "flex_flow": "row wrap"},
     "continuous_update": False,
 }
-# A visible and a hidden text in one place, which is as high as the higher text.
+# A visible text over a hidden text; the taller of the two sets the height.
 PLACE = (
     "<div style='display:grid;line-height:1.4;font-size:14px'>"
     "<div style='grid-area:1/1'>{}</div>"
@@ -48,7 +48,7 @@ def choice(label: str, options: Iterable, value):
 
 
 class Plot(anywidget.AnyWidget):
-    """A figure, as JSON, that is as wide as its place."""
+    """A figure, given as JSON, drawn as wide as the element that holds it."""
 
     _esm = f"""{get_plotlyjs()}
 {style.DRAW}
@@ -60,7 +60,7 @@ export default {{render({{model, el}}) {{
 
 
 class Explorer:
-    """Controls over a plot, as one ``view``; the last ``figure``; the last ``error`` or None."""
+    """Has a ``view`` (controls and a plot), the last ``figure``, and the last ``error`` or None."""
 
     def __init__(self, fn: Callable, controls: dict, extremes: Iterable[dict], run_button, follow):
         self.fn, self.controls, self.error, self._follow = fn, controls, None, follow
@@ -109,7 +109,7 @@ class Explorer:
             self._button.disabled = False
 
     def _draw(self, fig: go.Figure):
-        """Show a figure. Room for titles never shrinks; without ``follow``, axes do not shrink."""
+        """Show a figure. The title's height never shrinks; axes shrink only with ``follow``."""
         self.figure, words = fig, style.words(fig.layout.meta)
         for axis in (*fig.select_xaxes(), *fig.select_yaxes()):
             if axis.range and not self._follow:
@@ -124,7 +124,7 @@ class Explorer:
 
 
 def _held(wanted, held):
-    """Return ``held`` if ``wanted`` exceeds it by at most a tenth, else a range that holds both."""
+    """Return the axis range ``held``, or widen it if ``wanted`` exceeds it by over a tenth."""
     room = 0.1 * abs(held[1] - held[0])
     if min(wanted) >= min(held) - room and max(wanted) <= max(held) + room:
         return held
@@ -138,13 +138,13 @@ def explore(
     """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first figure.
 
     ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. ``fn``
-    uses no widget, so that a test can call ``fn``. Each dict in ``extremes`` replaces some of the
-    controls' first values: ``fn`` is called with each, and the axes hold all these figures. With
+    uses no widget, so that a test can call ``fn``. Each dict in ``extremes`` replaces some first
+    values of the controls; the axes have room for the figures that ``fn`` returns for these. With
     ``run_button``, ``fn`` is called again only when the button is pressed. With ``follow``, each
-    figure has its own axes, because the figures' numbers differ too much for common axes.
+    figure has its own axes; use it if the figures' numbers differ too much for common axes.
     """
     explorer = Explorer(fn, controls, extremes, run_button, follow)
-    # The output has two forms: live where a kernel runs, the first figure on a page without one.
+    # The output has two forms: live controls, and the first figure for a page without a kernel.
     meta = explorer.figure.layout.meta
     text = {"text/html": style.heading(meta) + style.words(meta), "text/plain": meta["alt"]}
     live, still = explorer.view._repr_mimebundle_(), explorer.figure._repr_mimebundle_()

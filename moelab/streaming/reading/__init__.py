@@ -12,7 +12,7 @@ choose it in ``Session``. (``StreamConfig.source`` is about a GPU's host, see re
 If a read by native code fails or comes back short, ``preadv`` reads again. If that fails, too, or
 if the file has changed, the layer's call raises ``ReadError``. (If only the GPU waits for the read,
 the next layer's call or the end of the model's call raises it.) A read ahead that fails raises
-nothing: the layer reads again. ``SlotTable.commit`` is not reached for failed reads, so the table
-holds no expert whose bytes are missing. After an error the caller's prompt cache may hold the token
-in some layers and not in others: the caller begins again with a new prompt cache.
+nothing: the layer reads again. Failed reads do not reach ``SlotTable.commit``, so the table holds
+no expert whose bytes are missing. After an error the caller's prompt cache may hold the token in
+some layers and not in others: the caller must begin again with a new prompt cache.
 """

@@ -24,7 +24,7 @@ from .ranges import Ranges, read_ranges
 # Linux's numbers of io_setup, io_destroy, io_submit and io_getevents.
 CALLS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 DEPTH = 4096  # reads in flight, at most
-PENDING = -2  # what ``GOT`` says of a read in flight
+PENDING = -2  # ``GOT`` of a read in flight
 # A thread that waits for a read polls for this many seconds before it sleeps: a core that slept
 # takes 0.05 ms and more to begin again.
 SPIN_S = 3e-3
@@ -46,8 +46,8 @@ class Queue:
         self._context = context.value
         self._events = np.zeros((DEPTH, 4), np.int64)
         self._process, self._lock = os.getpid(), threading.Lock()
-        self._flying = []  # keeps for each flight what its reads need until they have ended
-        self.counted_s = 0.0  # the seconds of reads have been counted up to this time
+        self._flying = []  # for each flight, what its reads need until they end
+        self.counted_s = 0.0  # the time up to which the seconds of reads have been counted
         _queues.add(self)
 
     def begin(self, ranges: Ranges, table: np.ndarray) -> bool:
@@ -111,7 +111,7 @@ class Flight:
     queue: Queue
     ranges: Ranges
     table: np.ndarray  # rows of the table that ``Queue.begin`` was given
-    # This gets the number, bytes and seconds of reads that ended; 0 seconds if nobody waited.
+    # Called with the number, bytes and seconds of reads that ended (0 s if nobody waited).
     count: Callable[[int, int, float], None]
     begin: float = field(default_factory=time.perf_counter)
 
@@ -125,7 +125,7 @@ class Flight:
         return not pending(self.table)
 
     def result(self) -> float:
-        """Wait, and read again what did not come whole; return an upper bound of the seconds."""
+        """Wait; read incomplete ranges again; return an upper bound of the reads' seconds."""
         begin, waited = time.perf_counter(), False
         while pending(self.table):
             self.queue.reap(wait=time.perf_counter() - begin > SPIN_S)
@@ -136,7 +136,7 @@ class Flight:
             waited = True
         now, counted_s = time.perf_counter(), self.queue.counted_s
         check_unchanged(self.ranges.files.values())
-        # The time of reads that are in flight together is not counted twice.
+        # Time in which several flights overlap is counted once.
         took_s = now - max(self.begin, counted_s) if waited else 0.0
         self.count(len(nbytes), sum(nbytes), took_s)
         if waited:
@@ -148,7 +148,7 @@ class _Rows(TableCode):
     """Code that loads the rows that ``Queue.begin`` makes."""
 
     def row(self, rows, i):
-        """Load row i: the table's row, where its first byte lands, and the bytes that must come."""
+        """Load row i: the table's row, the place of its first byte, and how many bytes it needs."""
         row, place, needed = self.fields(rows, self.mul(i, 3), 0, 1, 2)
         return self.pointer(row, I64), place, needed
 

@@ -1,4 +1,4 @@
-"""Native code, by llvmlite, that reads many ranges in one call, which releases the GIL once."""
+"""Native code, compiled by llvmlite: one call releases the GIL once and reads many ranges."""
 
 import ctypes
 import mmap
@@ -17,7 +17,7 @@ from ...kernels.code import I32, I64, Code
 # The columns of a table of reads, one row for each range:
 #   FD, OFFSET      the file's descriptor, the first byte in the file
 #   EXPERT, TENSOR  the expert and the tensor, for messages of errors
-#   IOV, COUNT      the address and the number of the iovecs: address and length of pieces of memory
+#   IOV, COUNT      the iovecs' address and number; each iovec is a piece of memory: address, bytes
 #   NBYTES          the bytes of all pieces
 #   ROOM            the address of memory where the range's whole blocks may land; 0: there is none
 #   GOT             how many bytes came; negative if the read failed or has not ended
@@ -38,13 +38,13 @@ AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     """Read a table's ranges, also those after a failed range; return whether all bytes came.
 
-    Without ``flags`` the uint32 at address ``arrived`` is set to 1 if all came.
+    The uint32 at address ``arrived`` becomes 1 if all bytes came and ``flags`` is 0.
     """
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
     arguments = address_of(table), len(table), flags, flag, arrived or flag
-    # A copy from the page cache keeps a core busy, so several threads share it. A thread would take
-    # longer to begin than a copy of fewer bytes takes.
+    # A copy from the page cache keeps a core busy, so several threads share it. Starting a thread
+    # takes longer than copying fewer bytes.
     if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= 2 * 1024 * 1024:
         team.run(loop(), *arguments, pieces=min(code.num_threads(), len(table)))
         return bool((table[:, GOT] == table[:, NBYTES]).all())
@@ -53,7 +53,7 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
 
 
 def read_direct(table: np.ndarray) -> None:
-    """Read ranges past the page cache by ``File.direct`` descriptors; a failed read's GOT is -1."""
+    """Read ranges past the page cache (``File.direct``); column GOT of a failed read is -1."""
     buffer = getattr(_buffers, "own", None)
     if buffer is None:
         buffer = _buffers.own = huge_pages(BUFFER_NBYTES)
@@ -62,7 +62,7 @@ def read_direct(table: np.ndarray) -> None:
 
 @cache
 def alignment(path: str) -> int:
-    """The alignment of reads past the page cache (unknown: ``ALIGNED``); 0: no such reads here."""
+    """The alignment of reads past the page cache: ``ALIGNED`` if unknown, 0 if impossible."""
     statx, found = getattr(ctypes.CDLL(None), "statx", None), bytearray(STATX_NBYTES)
     if statx is None or statx(
         AT_FDCWD,
@@ -122,7 +122,7 @@ class TableCode(Code):
         return [self.load(pointer, self.add(at, k), I64, 8) for k in places]
 
     def land(self, row, place, arrived):
-        """Move a row's bytes, if they arrived at ``place``, to the row's iovecs; fill in GOT."""
+        """Move a row's bytes from ``place`` to the row's iovecs if they arrived; fill in GOT."""
         iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
         iovecs, memmove = self.pointer(iov, I64), self.libc("memmove", I64, I64, I64)
 

@@ -29,7 +29,7 @@ class Ranges:
 
     @classmethod
     def of(cls, reads: Sequence[tuple[File, int, Sequence[memoryview]]]) -> "Ranges":
-        """Make a table of reads; each has a file, its first byte, and memory to fill in turn."""
+        """Make a table of reads: each has a file, an offset, and pieces of memory to fill."""
         iovecs = [(native.address_of(view), len(view)) for *_, views in reads for view in views]
         iovecs = np.array(iovecs, np.int64)
         table, at = np.zeros((len(reads), len(COLUMNS)), np.int64), native.address_of(iovecs)
@@ -81,7 +81,7 @@ class Ranges:
         return self.left(table)
 
     def direct_table(self) -> np.ndarray | None:
-        """The table with descriptors that read past the page cache; None where there are none."""
+        """The table with ``File.direct`` descriptors; None if direct reads are impossible."""
         direct = {fd: file.direct for fd, file in self.files.items()}
         if native.direct_loop() is None or None in direct.values():
             return None
@@ -101,9 +101,9 @@ class Ranges:
 
 
 def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False) -> None:
-    """Read ranges by native code, then by ``preadv`` what is missing; raise if that fails.
+    """Read ranges by native code, and missing ones by ``preadv``; raise if that fails.
 
-    ``arrived`` (see ``native.read``) is not set by reads past the page cache (``direct``).
+    Reads past the page cache (``direct``) do not set ``arrived`` (see ``native.read``).
     """
     left = ranges.read_direct() if direct else ranges.read(arrived=arrived)
     for row in left.table.tolist():
@@ -141,7 +141,7 @@ def _view(address, nbytes):
 
 
 def _after(views, nbytes):
-    """The parts of views that are left to fill after their first ``nbytes`` bytes."""
+    """What is left of ``views`` after their first ``nbytes`` bytes."""
     for i, view in enumerate(views):
         if nbytes < len(view):
             return [view[nbytes:], *views[i + 1 :]]

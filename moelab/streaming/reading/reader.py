@@ -22,7 +22,7 @@ INLINE_NBYTES = 512 * 1024
 # In a call of up to this many bytes, the calling thread copies what the page cache holds. With two
 # cores this beats the pool up to 16 MB at least; with more cores the pool copies faster.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
-# Bytes of one request to read ahead: Linux reads no more than its readahead window for each.
+# Bytes of one request to read ahead; Linux reads at most its readahead window per request.
 AHEAD_NBYTES = 128 * 1024
 
 
@@ -56,7 +56,7 @@ class Reader:
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds in reads, summed over threads. A read without a thread counts if somebody waits.
+        # Seconds of reads, summed over threads. Reads without a thread count if a caller waits.
         self.read_s = 0.0
         self.closed = False
         self._files = {}
@@ -65,7 +65,7 @@ class Reader:
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
         self._lock = threading.Lock()
         self._demand = None  # a lock that is held while a layer waits for reads
-        self._demanded = []  # the reads by threads that a layer began and may still wait for
+        self._demanded = []  # a layer's reads by threads; the layer may still wait for them
 
     def open(self, path: Path) -> File:
         """Open a file once. If its content changes from now on, reading it is an error."""
@@ -118,7 +118,7 @@ class Reader:
                 if len(ranges):
                     self.read_here(ranges)
                 return []
-        # For fewer bytes past the page cache, another thread is not worth its start.
+        # A read of fewer bytes past the page cache does not repay the start of a thread.
         parts = self._divided(ranges, least_nbytes=512 * 1024 if self.direct else 1)
         return [self._pool.submit(self.read_here, part) for part in parts]
 

@@ -32,7 +32,7 @@ class Begun(Threads):
         self.is_in_graph = False  # whether a kernel of MLX's graph makes the copies
 
     def in_graph(self) -> list[cuda.Copy] | None:
-        """The copies, if a kernel of MLX's graph makes them instead of ``finish``; else None."""
+        """The copies if a kernel of MLX's graph makes them; None if ``finish`` makes them."""
         self.is_in_graph = len(self.copies) <= cuda.MAX_COPIES and cuda.may_wait()
         return self.copies if self.is_in_graph else None
 

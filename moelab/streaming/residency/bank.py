@@ -22,11 +22,11 @@ from ..reading import native
 from ..reading.native import ALIGNED, COLUMNS, EXPERT, HUGE_NBYTES, address_of, alignment
 from ..reading.ranges import Ranges
 
-# A slot is no ``Record`` if whole blocks would add more than this share to its expert's bytes.
+# Slots have no ``Record`` if whole blocks would add more than this share to an expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
-# Seconds for each byte. A layer asks for huge pages if all slots so far took less than this on
-# average. With huge pages 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128
+# Seconds per byte. A layer asks for huge pages if taking the memory of all slots so far took less
+# per byte. With huge pages 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128
 # tokens gains some 0.5 to 1 s for each GB of slots. A GB of huge pages took 0.2 to 0.5 s, but 1 to
 # 4 s where Linux had to move other pages; a GB of small pages took 0.4 to 1.8 s (two cores).
 HUGE_S = 1.5e-9
@@ -35,7 +35,7 @@ HUGE_S = 1.5e-9
 class SlotBank:
     """The bytes of S experts of one layer, in arrays that are written in place.
 
-    A ``Record`` lays out a slot. Without one each parameter of a projection has its own array.
+    A ``Record`` lays out a slot. Without a record each projection's parameter has its own array.
     ``resident`` parameters stay in memory for all E experts; a slot has a copy of its expert's row.
     """
 
@@ -152,7 +152,7 @@ class SlotBank:
 def slot_nbytes(
     path: str, parameters: dict[str, mx.array], located: dict[str, ExpertTensor]
 ) -> int:
-    """The bytes of a slot for ``parameters`` ``[E, ...]``; the disk has those in ``located``."""
+    """The bytes of a slot for ``parameters`` ``[E, ...]``; ``located`` names those on disk."""
     tensors = {n: located[f"{path}.{n}"] for n in parameters if f"{path}.{n}" in located}
     record = Record.of(tensors, parameters) if tensors else None
     alone = [p[0].nbytes for n, p in parameters.items() if record is None or n not in tensors]
@@ -183,7 +183,7 @@ class Record:
     def of(
         cls, tensors: dict[str, ExpertTensor], parameters: dict[str, mx.array]
     ) -> "Record | None":
-        """The record of the parameters ``tensors``; None if they can have no record here."""
+        """Make the record of ``tensors``; None if these parameters cannot have a record here."""
         files = {str(file) for t in tensors.values() for file in t.files[:1]}
         align = min(map(alignment, files), default=0) and max(map(alignment, files))
         if not can_empty() or any(t.dtype != parameters[n].dtype for n, t in tensors.items()):
@@ -265,7 +265,7 @@ def _tables(groups):
 def _parts(parameters, fuse, record):
     """Find the part of a flat buffer ``[S, n]`` that each parameter ``[E, ...]`` takes.
 
-    Returns three tables: how many elements each buffer outside the record has in a row; the
+    Returns three tables: the number of elements per row of each buffer outside the record; the
     buffer, first element and end of each parameter; and the buffer, first element, shape and type
     of each parameter of the computing module.
     """
@@ -287,7 +287,7 @@ def _parts(parameters, fuse, record):
 
 
 def _module(module, whole, buffers, fuse):
-    """Copy a layer's module with its parameters in ``buffers``; ``fuse`` joins gate and up."""
+    """Copy a layer's module; the copy computes from ``buffers``; ``fuse`` joins gate and up."""
     linears = {}
     for (linear, param), (key, *part) in whole.items():
         if linear not in linears:

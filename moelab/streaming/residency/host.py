@@ -1,7 +1,7 @@
 """Keeps experts in pinned memory of the host, from which a kernel in MLX's graph fills GPU slots.
 
-The kernel looks up the slots, evicts and copies in a call of at most S (token, expert) pairs, so a
-token does not wait for the host. The host chooses slots while routing is recorded.
+The kernel looks up slots, evicts and copies by itself if a call has at most S (token, expert)
+pairs, so a token does not wait for the host. The host chooses slots while routing is recorded.
 """
 
 from collections.abc import Iterator
@@ -141,14 +141,14 @@ def hold(layers: list[LayerSlots], reader: Reader) -> None:
 class HostExperts:
     """One layer's experts in pinned memory of the host, and which of them the GPU's slots hold.
 
-    Once ``slots`` was called, only the GPU knows what its slots hold; ``report`` updates the table.
-    The next call fills slots only after the last call's output, ``after``, is computed.
+    Only the GPU knows what its slots hold after a call of ``slots``; ``report`` updates the table.
+    A call fills slots only once ``after``, the output of the call before, is computed.
     """
 
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies is set
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # all copies use this ``flag``: no wait
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 
@@ -182,11 +182,11 @@ class HostExperts:
             yield places.nbytes
 
     def takes(self, indices: mx.array) -> bool:
-        """Whether ``slots`` can take a call: at most S pairs, with a policy that the GPU has."""
+        """Whether ``slots`` can serve a call: it has at most S pairs; the GPU has the policy."""
         return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:
-        """The slots (uint32) of at most S experts, which are filled when the array is computed."""
+        """The slots (uint32) of at most S experts; computing this lazy array fills the slots."""
         if self._state is None:
             self._state = self._from_table()
         slots, self._state = self._kernel(

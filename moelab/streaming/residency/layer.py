@@ -22,7 +22,7 @@ from .table import SlotTable
 # they arrive. Such a part is worth a wait, and the next part is read while this part is computed.
 PART_NBYTES = 2 * 1024 * 1024
 # Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
-# computes. A group of experts that a GPU copies has 64 MB; two groups are in pinned memory at once.
+# computes. A GPU copies groups of experts of 64 MB; two groups are in pinned memory at once.
 FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
 
 
@@ -40,7 +40,7 @@ class Arriving:
 
 
 class LayerSlots:
-    """S slots for the experts of a layer that this rank owns (``owned [E]``; None: all E)."""
+    """S slots for those experts of a layer that this rank owns (``owned [E]``; None: all E)."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class LayerSlots:
         self._reader, self._counting = reader, counting
         self.num_experts, self.owned = num_experts, owned
         self.num_owned = num_experts if owned is None else int(owned.sum())
-        # ``host``: ``HostExperts`` if ``source="host"``; a GPU copies experts from there.
+        # ``host`` is the ``HostExperts`` from which a GPU copies experts if ``source="host"``.
         self.host = self.bank = self._slot_of_all = None
         self._take(config.slots)
 
@@ -77,7 +77,7 @@ class LayerSlots:
 
     @property
     def slot_of_all(self) -> mx.array:
-        """The slot of each expert, ``[E]``, while every expert is in one."""
+        """The slot of each expert, ``[E]``; only if ``holds_all``."""
         if self._slot_of_all is None:
             slots = [self.table.slot_of[e] for e in range(self.num_experts)]
             self._slot_of_all = mx.array(slots, mx.uint32)
@@ -96,7 +96,7 @@ class LayerSlots:
 
     @property
     def most(self) -> int:
-        """The most experts that are on their way at once."""
+        """How many experts may be on their way at the same time."""
         nbytes = self.bank.expert_nbytes
         if self.is_copied:  # one kernel copies them
             most = max(1, MAX_COPIES // len(self.bank.into))
@@ -105,7 +105,7 @@ class LayerSlots:
         return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
 
     def resize(self, slots: int) -> None:
-        """Use ``slots`` slots, at most as many as at first; nothing may be using a slot."""
+        """Use ``slots`` slots, never more than at first; no slot may be in use meanwhile."""
         if not can_empty():
             return self._take(slots)
         self.awaited, self.ahead = [], []
@@ -154,7 +154,7 @@ class LayerSlots:
             self.awaited += self._groups(start, misses)
 
     def begin_ahead(self, slots: dict[int, int]) -> None:
-        """Begin to read experts that no call needs yet into slots that were reserved."""
+        """Begin to read experts, which no call needs yet, into reserved slots."""
         counters = self._counting.now
         counters.prefetch_issued += len(slots)
         self.ahead += self._groups(self._reader.start_ahead, slots, counters)
@@ -175,7 +175,7 @@ class LayerSlots:
         return {e: slot for group in ended for e, slot in group.slots.items()}
 
     def finish(self, group: Arriving) -> None:
-        """Wait for a group's reads, and hold its experts from then on."""
+        """Wait for a group's reads, and enter its experts in the table."""
         begin = perf_counter()
         with self._counting.read_wait():
             try:
@@ -213,7 +213,7 @@ class LayerSlots:
         return [e for e in range(self.num_experts) if e not in self.table.slot_of]
 
     def collect(self, needed: Collection[int]) -> None:
-        """Take over the reads ahead at the start of a call that needs the experts ``needed``."""
+        """Take over a prefetch's reads when a call begins that needs the experts ``needed``."""
         if not self.ahead:
             return
         groups, self.ahead, needed = self.ahead, [], set(needed)

@@ -27,7 +27,7 @@ class Arrived(NamedTuple):
     bank: SlotBank  # the bank that has these slots
     is_all: bool = False  # whether these are all the experts of the call
     copies: Sequence[Copy] = ()  # with ``is_all``: copies that the GPU makes before it computes
-    # A zero that is computed after the GPU has copied the experts: results that use it wait.
+    # A zero, computed after the GPU has copied the experts; results that use it wait for them.
     after: mx.array | None = None
 
 
@@ -73,7 +73,7 @@ class Residency:
     def bring(
         self, i: int, pairs: Pairs, computed: Sequence[mx.array], x: mx.array
     ) -> Iterator[Arrived]:
-        """Bring a call's experts into slots, and hand each over once, as they arrive.
+        """Bring a call's experts into slots; yield each expert once, in parts, as they arrive.
 
         A part's slots may get other experts once the caller asks for the next part. So the caller
         first computes with the part, or puts a lazy result into ``computed``.
@@ -146,14 +146,14 @@ class Residency:
             return None
         if layer.host is not None and layer.host.takes(indices):
             return layer.host.slots(indices, self._counting.decoding)
-        # One token has K hits. Several tokens may share experts, so only the host can count hits.
+        # One token has K hits. Tokens may share experts: then only the host can count the hits.
         if not layer.holds_all or indices.size > indices.shape[-1]:
             return None
         self._counting.now.hits += indices.size
         return layer.slot_of_all[indices]
 
     def left(self, i: int, y: mx.array) -> None:
-        """Note that a layer's call is built; its output ``y`` reads slots until it is evaluated."""
+        """Note the output ``y`` of a layer's call: ``y`` reads slots until it is evaluated."""
         if self.layers[i].host is not None:
             self.layers[i].host.after = y
 
@@ -165,7 +165,7 @@ class Residency:
         layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
-        """Wait for reads that the GPU waits for. If this raises, what the GPU computed is wrong."""
+        """Wait for reads that the GPU waits for. If a read failed, the GPU's results are wrong."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -206,13 +206,13 @@ class Residency:
         return max(0, min(layer.table.num_slots - flying, more)) if few else 0
 
     def _in_parts(self, layer):
-        """Whether a call whose experts fit is computed in parts, while its misses are read."""
+        """Whether to compute a call in parts while its misses are read; its experts all fit."""
         flying = sum(len(group.slots) for group in layer.awaited)
         is_worth_it = flying >= max(1, PART_NBYTES // layer.bank.expert_nbytes)
         return self._overlap and not layer.is_copied and is_worth_it
 
     def _all(self, layer, slots, size):
-        """Return all experts of a call; the GPU, or else this thread, waits for their reads."""
+        """Return all experts of a call; either the GPU or this thread waits for the reads."""
         copies = None
         # Prefetches need an up-to-date table, so a model with a prefetcher finishes the reads here.
         if layer.is_copied and layer.awaited and not self.prefetches and size <= MAILBOX_SIZE:
@@ -235,8 +235,8 @@ class Residency:
 
     def _is_long(self, layer, pairs):
         """Whether a call of ``pairs`` (token, expert) pairs is long enough to read ahead."""
-        # Enough direct reads are in flight without this. A prompt on a GPU waits more for Python
-        # than for the disk, and a thread that asks for ranges slows Python.
+        # Direct reads need no read ahead. A prompt on a GPU waits more for Python than for the
+        # disk, and a thread that asks for ranges slows Python.
         ahead = self._overlap and not self._reader.direct
         return ahead and pairs >= AHEAD_PAIRS * layer.num_owned
 

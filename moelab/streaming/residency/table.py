@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable
 from itertools import islice
 
 # The eviction policies. A use of an expert counts 1 at first; each later call of the layer
-# multiplies this count by the policy's number. The expert whose uses count least is evicted, among
-# those held and not needed now; among equals, the least recently used. (Lee et al., LRFU, 2001.)
+# multiplies this count by the policy's number. The expert with the smallest sum is evicted, unless
+# it is needed now. Of equal experts the least recently used is evicted. (Lee et al., LRFU, 2001.)
 EVICTION = {
     "lru": 0.0,  # least recently used
     "lfu": 1.0,  # least frequently used
@@ -21,7 +21,7 @@ EVICTION = {
 # Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
 # other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
-LARGEST = 2.0**300  # a use counts at most this much
+LARGEST = 2.0**300  # the most that one use may add to a count
 
 
 class SlotTable:
@@ -41,8 +41,8 @@ class SlotTable:
         self.slot_of = {}  # the slot of every expert held, least recently used first
         self._free = list(range(num_slots))[::-1]
         self._counts, self._decay = defaultdict(float), EVICTION[policy]
-        # A use of an expert adds this number to its count. The number grows from call to call, so that the counts of
-        # earlier uses need not shrink.
+        # A use of an expert adds this number to the expert's count. The number grows from call to
+        # call, so that the counts of earlier uses need not shrink.
         self._one = 1.0
 
     def fits(self, experts: Collection[int], taken: int = 0) -> bool:
@@ -50,7 +50,7 @@ class SlotTable:
         return len(experts) + taken <= self.num_slots
 
     def waves(self, experts: list[int]) -> list[list[int]]:
-        """Divide distinct experts into waves that fit; held experts come first, as waves evict."""
+        """Divide experts into waves that fit; held experts come first, before any is evicted."""
         experts = sorted(experts, key=lambda e: e not in self.slot_of)
         return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
 
@@ -59,7 +59,7 @@ class SlotTable:
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Choose slots for the distinct experts of a call; return the held and the missing ones.
 
-        Both map an expert to its slot. ``busy`` experts, of an earlier choice, are not evicted.
+        Both dicts give experts' slots. ``busy`` experts, of an earlier choice, are not evicted.
         More experts than slots raise ``ValueError`` and leave the table as it was.
         """
         if not self.fits(experts, len(busy)):
