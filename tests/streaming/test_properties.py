@@ -16,7 +16,8 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import moelab
-from moelab.checkpoint import DTYPES, read_header
+from moelab.checkpoint import read_header
+from moelab.checkpoint.headers import DTYPES
 from moelab.streaming.layers import expert_layers
 from moelab.streaming.reading.reader import Reader
 from moelab.streaming.residency.table import EVICTION, SlotTable
