@@ -230,7 +230,7 @@ def test_bad_stream_configs():
 
 
 def test_the_longest_context(in_time):
-    """The plan says what the caches take, both where they fit and where they do not."""
+    """The plan shows the size of the caches, whether the caches fit or not."""
     config = moelab.StreamConfig(context=2**31 - 256)
     taken = moelab.plan(TINY_MOE, config, memory_nbytes=2**63 - 1).caches_nbytes
     assert taken / (4 * 2**31) == pytest.approx(768, rel=1e-3)  # two caches, and one copied
@@ -420,7 +420,7 @@ def test_closed_model(mode, good):
 
 @pytest.mark.parametrize("mode", STREAMED)
 def test_failed_call_leaves_no_read_behind(mode, good, want, monkeypatch):
-    """When a read's error is raised, the other reads have ended: none writes to a slot later."""
+    """All other reads end before a read's error is raised: none writes to a slot later."""
     read_in_parts(monkeypatch)
     begun, ended, failing = 0, 0, False
 

@@ -31,7 +31,7 @@ from moelab.lab.plots.widgets import STATE_CLASS
 FLAGS = ("headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-first-run")
 FLAGS += ("disable-background-networking", "disable-component-update", "window-size=1400,1100")
 ROOT = Path(__file__).parent.parent
-SECONDS = 120  # for a notebook's cells or for one move; a busy machine needs so many
+SECONDS = 120  # for a notebook's cells or for one move; a busy machine needs 120
 # The notebooks with sliders.
 NOTEBOOKS = [path for path in committed.NOTEBOOKS if "explore(" in path.read_text()]
 NOTEBOOK = "window.jupyterapp?.shell.currentWidget"
@@ -63,7 +63,7 @@ return labels.filter(label => !shown.includes(label.replaceAll('<br>', '')));
 
 
 def names(cell, *how):
-    """The global names that a cell's bytecode instructions called ``how`` read or bind."""
+    """Global names that a cell reads or binds with the bytecode instructions in ``how``."""
     codes = [compile(cell.source, "cell", "exec")]
     for code in codes:
         codes += [const for const in code.co_consts if hasattr(const, "co_code")]
@@ -162,7 +162,7 @@ def test_every_slider_changes_the_figure(path, lab, browser):
     errors = [o for o in outputs if o["output_type"] == "error"]
     assert not errors, errors[0]["evalue"]
 
-    # The last cell comes into view, and with it the live figure.
+    # The live figure comes into view with the last cell.
     browser.execute_script(
         f"const n = {NOTEBOOK}.content; const i = n.widgets.length - 1;"
         "n.activeCellIndex = i; n.scrollToItem(i, 'start')"

@@ -26,7 +26,7 @@ import notebooks
 from moelab import shipped
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs/guide.md"
-DROPPED = ROOT / "docs/did_not_work.md"  # has numbers of code that is gone, with their sources
+DROPPED = ROOT / "docs/did_not_work.md"  # has numbers of removed code, with their sources
 SCORECARD = ROOT / "docs/scorecard.md"
 DOCUMENTS = (README, GUIDE, DROPPED, SCORECARD, *NOTEBOOKS)
 BLOCK = r"<!-- numbers: .*?<!-- end -->"  # of the README, which `make numbers` writes
@@ -67,7 +67,7 @@ def typed(text):
 def test_numbers_of_the_readme_and_the_scorecard_are_those_of_the_records(monkeypatch):
     monkeypatch.setattr(shipped, "DATA", ROOT / "data")
     assert scorecard.page() == SCORECARD.read_text(), "make numbers"
-    if mx.default_device() == mx.gpu:  # whose slots lend a prompt nothing
+    if mx.default_device() == mx.gpu:  # a GPU's slots lend no memory to a prompt
         pytest.skip("the README's plans are made on a CPU")
     assert readme.filled(README.read_text()) == README.read_text(), "make numbers"
 

@@ -259,7 +259,7 @@ CHANGES = {  # of a file's arrays and metadata; layer 0 has a state, layer 7 key
 
 
 def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
-    """Checksum or sizes show the damage; without a checksum changed numbers only get a warning."""
+    """The checksum or sizes show damage; changed numbers get only a warning without a checksum."""
     file = tmp_path / "p.safetensors"
     more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     command("cache-prompt", *more)

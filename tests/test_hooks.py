@@ -52,7 +52,7 @@ def test_a_hook_replaces_a_call_until_the_block_ends_or_fails():
 
 @pytest.mark.parametrize("order", itertools.permutations(range(3)))
 def test_hooks_end_in_any_order(order):
-    """The same hook set twice is two hooks, and another module of the class has none."""
+    """A hook that is set twice counts as two; another module of the class has no hook."""
     module, other, amounts = Double(), Double(), (1, 300, 300)
     twice = add(300)
     hooks = [hooked(module, hook).install() for hook in (add(1), twice, twice)]

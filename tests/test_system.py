@@ -68,7 +68,7 @@ def test_a_macs_pages_are_dropped(mac, tmp_path):
 
 
 def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch):
-    """Under normal pressure a Mac does not swap, whatever was compressed; ``check`` agrees."""
+    """A Mac does not swap under normal pressure, whatever was compressed; ``check`` agrees."""
     monkeypatch.setattr(check, "memory_available", lambda: 10**9)
     monkeypatch.setattr(check, "card", machine.card.__wrapped__)
     for level, swaps in ((1, False), (2, True), (4, True)):
@@ -160,7 +160,7 @@ def test_a_thread_is_alive_until_it_has_ended(side, request, in_time):
     assert side.is_alive(thread.native_id)
     goes.set()
     thread.join()
-    while side.is_alive(thread.native_id):  # a moment longer than its Python code
+    while side.is_alive(thread.native_id):  # the thread outlives its Python code
         pass
 
 
@@ -198,7 +198,7 @@ def test_a_spawned_child_asks_no_stream_of_another_threads_gpu(monkeypatch):
 
 
 def test_where_nothing_is_read_past_the_page_cache(monkeypatch):
-    """As on macOS, no code is compiled for such reads, and ``direct`` reads as ``cached`` does."""
+    """No code is compiled for such reads, and ``direct`` reads as ``cached`` does, as on macOS."""
     monkeypatch.delattr(os, "O_DIRECT", raising=False)
     monkeypatch.setattr(flight, "built", lambda *_: pytest.fail("compiled"))
     model, _ = load(TINY, StreamConfig(slots=8, reads="direct"))
@@ -262,7 +262,7 @@ step("end")
 
 
 def test_what_a_mac_is_asked(library, tmp_path):
-    """From loading to ``check``'s end each call has arguments that macOS takes and an open file."""
+    """Each call from loading to ``check``'s end has an open file and arguments that macOS takes."""
     log = tmp_path / "log"
     preload = {"LD_PRELOAD": str(library), "DARWIN_LOG": str(log), "HF_HUB_OFFLINE": "1"}
     paths = os.pathsep.join((*sys.path, str(Path(__file__).with_name("helpers"))))

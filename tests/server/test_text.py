@@ -267,7 +267,7 @@ def test_a_text_is_what_decoding_gives_after_its_prompt(kind, cleans, data):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_characters_of_byte_tokens_that_do_not_end(kind):
-    """Whole characters before them stay, as in mlx-lm; tokens beyond the vocabulary are no text."""
+    """Characters before an incomplete one stay, as in mlx-lm; unknown ids give no text."""
     hf = made(kind)
     ours, theirs = Detokenizer(hf), SPMStreamingDetokenizer(hf, trim_space=False)
     for token in hf.convert_tokens_to_ids(["a", "<0x0A>", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>"]):

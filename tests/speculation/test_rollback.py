@@ -34,8 +34,8 @@ def one_by_one(model, cache, tokens):
         mx.eval(model(tokens[:, t : t + 1], cache=cache))
 
 
-def play(model, caches, rounds, strategy="auto", seed=0, batch=1, vocab=V):
-    """Assert that rounds (tokens read, tokens kept) leave the caches of plain decoding."""
+def play(model, caches, rounds, strategy="auto", seed=0, batch=1):
+    """Assert that rounds of (tokens read, tokens kept) leave the same caches as plain decoding."""
     cache, reference = caches
     r = Rollback(model, cache, strategy)
     tokens, i = ids(seed, sum(m for m, _ in rounds), batch, vocab), 0
@@ -235,7 +235,7 @@ def test_one_model_does_not_see_the_other():
 
 
 def test_hooks_of_others_are_called_in_a_recorded_pass():
-    """Both hooks set before the ``Rollback`` and hooks set between it and the pass are called."""
+    """A hook is called if set before the ``Rollback`` or between the ``Rollback`` and the pass."""
     model, calls = build("qwen3_5_moe"), []
     layer = model.layers[0].linear_attn
     own = type(layer)
@@ -312,7 +312,7 @@ def test_auto_keeps_states_while_they_are_small(monkeypatch):
 
 
 def loop(q, k, v, g, beta, state, mask=None, every=False):
-    """Compute with mlx-lm's loop what the kernel computes."""
+    """Compute the kernel's results with mlx-lm's loop."""
     ys, states = [], []
     for t in range(q.shape[1]):
         y, state = gated_delta_ops(*(x[:, t : t + 1] for x in (q, k, v, g, beta)), state)

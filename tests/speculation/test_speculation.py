@@ -1,4 +1,4 @@
-"""Speculative generation: the target's own text with any draft, caches as mlx-lm leaves them."""
+"""Speculative generation gives the target's own text with any draft, and mlx-lm's caches."""
 
 import copy
 
@@ -94,7 +94,7 @@ def test_stop_tokens_inside_a_block():
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, "auto"])
 def test_the_prompt_cache_is_left_as_mlx_lm_leaves_it(n):
-    """A limit or the caller stops a text after any token; a text goes on from both caches."""
+    """A limit or the caller stops a text after any token; target and draft reuse the caches."""
     model = build("qwen3_5_moe")
     expected = plain(model, PROMPT, 30)
     for stop in range(1, 14):

@@ -74,7 +74,7 @@ def test_new_weights_take_effect(hybrid, tmp_path):
 
 
 def test_set_dtype_takes_effect_or_is_refused(hybrid):
-    """After ``set_dtype`` activations may not fit the slots: the next call then is an error."""
+    """The next call is an error if activations do not fit the slots after ``set_dtype``."""
     with loaded(hybrid, **FIELDS) as model:
         before = answer(model)
         model.set_dtype(mx.float32)
@@ -181,7 +181,7 @@ def write_adapters(folder, source, fine_tune_type, keys):
 
 @pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
 def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
-    """A model answers as mlx-lm's with the same adapters, given to ``load`` or loaded later."""
+    """A model with adapters, given to ``load`` or loaded later, answers as mlx-lm's model does."""
     keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
     adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, fine_tune_type, keys)
     plain = families.load_resident(random_tiny_moe)

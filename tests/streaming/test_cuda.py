@@ -127,7 +127,7 @@ def runtime(monkeypatch):
 
 @pytest.fixture(scope="module")
 def want(hybrid):
-    """For each dtype, logits of a prompt and of four tokens, from experts that are not copied."""
+    """Logits of a prompt and four tokens for each dtype, from experts that are not copied."""
     logits = {}
     for dtype in ("bfloat16", "float32"):
         with loaded(hybrid, dtype=dtype, slots=K, kernels="mlx") as model:  # as on a GPU
@@ -142,7 +142,7 @@ def path(request, hybrid, tmp_path):
 
 
 def copying(path, **config):
-    """A model that copies experts and, as on a GPU, computes none while others are read."""
+    """A model that copies experts and computes no expert during reads, as on a GPU."""
     model = loaded(path, **{"dtype": "bfloat16", "slots": K, **config})
     session_of(model).residency._overlap = False
     return model

@@ -107,7 +107,7 @@ def test_ctrl_c_in_a_destructor(target, monkeypatch):
 
 
 def test_ctrl_c_while_modules_are_imported():
-    """Ctrl-C waits until imports end: after an exception numpy could not be imported again."""
+    """Ctrl-C waits until imports end: numpy cannot be imported again after an exception."""
     script = """if True:
         import signal, sys, moelab
         class Finder:

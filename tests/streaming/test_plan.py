@@ -136,7 +136,7 @@ def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
     assert not moelab.plan(TINY_MOE, memory_nbytes=50 * MB).direct
 
 
-@common.needs_kernels  # MLX's kernels always wait
+@common.needs_kernels  # logits always wait with MLX's kernels
 def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path):
     # The head has 128 rows, as many as a layer's query has.
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", vocab_size=128)
@@ -161,7 +161,7 @@ def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path):
 
 
 def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path):
-    """With a large vocabulary a prompt's logits take more memory than a layer."""
+    """A prompt's logits take more memory than a layer if the vocabulary is large."""
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", vocab_size=50_000)
     config = moelab.StreamConfig(kernels="fast", memory_nbytes=300 * MB)
     eager, lazy = (moelab.plan(path, replace(config, lazy_logits=n)) for n in (False, True))
@@ -171,7 +171,7 @@ def test_logits_take_memory_of_a_prompt_unless_they_wait(tmp_path):
 
 @pytest.mark.parametrize("name", ["lookup", "tiny-draft", "tiny-dflash", "tiny-mtp"])
 def test_a_draft_is_left_the_memory_of_its_weights_and_caches(name):
-    """A plan reserves for a draft what the draft takes at full context, and not much more."""
+    """A plan reserves the memory that a draft takes at full context, and not much more."""
     draft = open_draft(name if name == "lookup" else TINY_MOE.parent / name)
     config = moelab.StreamConfig(memory_nbytes=200 * MB, context=600)
     assert moelab.plan(TINY_MOE, context=600, draft=draft).config.memory_nbytes is None
@@ -242,7 +242,7 @@ def lengths_of(session, patch):
 
 def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts(monkeypatch):
     """Logits and counters are those of one call. The next call gets the same bits, too."""
-    # A GPU's kernels depend on a call's length, and so does the rounding there.
+    # A GPU's kernels depend on a call's length, and the rounding depends on the kernels.
     equal = mx.array_equal if mx.default_device() == mx.cpu else partial(mx.allclose, atol=1e-4)
     prompt = mx.array([LONG[:150]])
     with loaded(TINY_MOE, slots=64) as model:
@@ -261,7 +261,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts(monkeypatch
         assert mx.allclose(got[0], want[0], atol=1e-4)
         assert equal(got[1], want[1]) and equal(got[0][:, 112:], want[0][:, 112:])
         assert moelab.stats(model).prefill.tokens == tokens == 159
-        assert equal(common.in_passes(model, prompt, 40), want[0])  # undivided calls give every bit
+        assert equal(common.in_passes(model, prompt, 40), want[0])  # undivided calls are exact
         lengths.clear()
         mx.eval(model(mx.concatenate([prompt[:, :30]] * 2), cache=make_prompt_cache(model)))
         mx.eval(model(prompt))  # a call without caches cannot be divided
@@ -320,7 +320,7 @@ def test_an_empty_slot_has_no_memory_and_can_be_written_again():
 
 @pytest.fixture
 def room(monkeypatch):
-    """A function that sets each call's free memory to ``slots`` slots and ``more`` bytes."""
+    """A function that sets each call's free memory to that of ``slots`` slots + ``more`` bytes."""
     monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
 
     def set_room(model, slots, more=0):
@@ -338,7 +338,7 @@ def room(monkeypatch):
 
 @pytest.mark.parametrize("prefetch", ["none", "lookahead"])
 def test_slots_are_given_back_when_memory_gets_short(prefetch, room):
-    """Slots fall to K, each time with a warning. They return with memory. Texts stay the same."""
+    """Slots fall to K, each time with a warning, and return with free memory. Texts stay equal."""
     fields = {"prefetch": prefetch, "kernels": "mlx"}
     with loaded(TINY_MOE, **fields, slots=64) as model:
         want = greedy_logits(model, PROMPT, 12).argmax(-1).tolist()
@@ -404,7 +404,7 @@ def test_a_prompt_gets_along_with_less_memory(room, monkeypatch):
 
 @pytest.mark.parametrize("empties", [True, False])
 def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch):
-    """Swapping both in and out takes slots down to K, with one warning. A rest brings them back."""
+    """Swapping both in and out reduces slots to K, with one warning. Slots return after a rest."""
     clock, swapped = [0.0], [0.0, 0.0]
     monkeypatch.setattr("moelab.streaming.room.perf_counter", lambda: clock[0])
     monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: tuple(swapped))
@@ -413,7 +413,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
         kept = session.room
         if not (can_empty() or mx.metal.is_available()):
             pytest.skip("a GPU's own memory is not swapped")
-        room(model, 64, 900 * MB)  # by the system's figures there is enough
+        room(model, 64, 900 * MB)  # the system reports enough free memory
 
         def slots(seconds, back, out, every=WATCH_S):
             """The slots after ``seconds`` with these shares of swapping in and out."""
@@ -493,7 +493,7 @@ def test_a_system_without_the_programs_of_swap_says_so(monkeypatch, tmp_path):
     os.environ.get("MOELAB_SYSTEM_TESTS") != "1", reason="swaps only with MOELAB_SYSTEM_TESTS=1"
 )
 def test_a_model_that_is_swapped_gives_slots_back():
-    """A real swap file is used. By the system's figures there is enough memory."""
+    """A real swap file is used. The system reports enough free memory."""
     rows = []
     try:
         with (

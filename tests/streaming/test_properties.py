@@ -37,7 +37,7 @@ A_CALL = st.lists(st.integers(0, 11), max_size=8, unique=True), st.booleans(), s
 # A failed read after an eviction.
 @example(2, "lru", [([0, 1], False, 0), ([2], True, 1), ([0, 1], False, 0)])
 def test_slot_table_never_lies(S, policy, calls):
-    """Whatever fails: every held expert has its own bytes, and no two experts share a slot."""
+    """Every held expert has its own bytes and no two experts share a slot, whatever fails."""
     table, content = SlotTable(S, policy), [None] * S  # content: whose bytes each slot holds
     for experts, fails, arrived in calls:
         before, waves = dict(table.slot_of), table.waves(experts)
@@ -137,7 +137,7 @@ def write_file(path, header, data):
 
 @st.composite
 def sound_headers(draw):
-    """A header as safetensors writes it, names in any order, and how many bytes its data have."""
+    """A valid safetensors header with names in any order, and the number of data bytes."""
     header, at = {}, 0
     if draw(st.booleans()):
         header["__metadata__"] = {"format": "mlx"}
@@ -276,7 +276,7 @@ def test_any_history_of_calls(checkpoint, history, mode, policy, slots, readers,
                 y = layer(x, indices)
             except moelab.ReadError:
                 left = None
-                y = layer(x, indices)  # what the table holds has arrived, the rest is read again
+                y = layer(x, indices)  # experts in the table have arrived; others are read again
             left = None
             if at_once:
                 mx.eval(y)

@@ -40,7 +40,7 @@ CASES = (
     ("tiny-moe", {"slots": "auto", "memory_nbytes": 142_000_000, "context": 256}),
 )
 
-SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # of ranks that go wrong
+SETTINGS = '{"slots": 4, "mode": "fused", "kernels": "mlx"}'  # for ranks that fail
 
 
 def start(commands: list[list[str]], folder: Path) -> list[Popen]:
@@ -111,8 +111,8 @@ def checkpoints(tmp_path_factory):
 
 ENDED = "another rank has ended"
 ROUNDS = "the machines round differently"  # and choose other experts
-# The second rank's checkpoint and settings, then what each of the two ranks says. If the first
-# rank has the same two, the case is what the second rank does in the middle of an answer.
+# The second rank's checkpoint and settings, then what each of the two ranks says. If both ranks
+# have equal checkpoints and settings, the second rank does what the case names in an answer.
 WRONG = {
     "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
     "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),
@@ -163,7 +163,7 @@ def test_a_rank_that_loads_for_long(tmp_path):
 
 
 def test_a_message_that_did_not_arrive(monkeypatch):
-    """If a rank has just ended, MLX gives what lies in memory, which may be an earlier message."""
+    """MLX returns what lies in memory, maybe an earlier message, if a rank has just ended."""
     messages = []
 
     def all_gather(row, group):
@@ -214,7 +214,7 @@ def test_prompts_that_differ(tmp_path):
 
 @pytest.mark.parametrize("command", ["chat", "bench"])
 def test_what_is_not_divided(command, monkeypatch, run):
-    """A command that is not made for ranks would do all its work in each of them."""
+    """A command that is not made for ranks would do all its work in each rank."""
     monkeypatch.setenv("MLX_RANK", "0")
     assert f"{command} runs in one process" in run(command, MODEL).err
 
@@ -236,7 +236,7 @@ def test_serve(served, alone):
     """Texts run in batches or alone with a seed. Clients that leave or are refused stop no rank."""
     processes, client = served
     expected = alone(16)
-    for more in ({}, {"seed": 1}):  # a seed changes nothing of a greedy text
+    for more in ({}, {"seed": 1}):  # a seed changes no greedy text
         assert complete(client, PROMPT, **more).choices[0].text + "\n" == expected
         stream = complete(client, PROMPT, **more, max_tokens=500, stream=True)
         next(iter(stream))

@@ -55,7 +55,7 @@ class Read(NamedTuple):
 
 
 def ask(file, places):
-    """Return a read into new memory for each of ``places``: (offset, bytes of each view)."""
+    """Return reads into new memory, one for each (offset, sizes of views) in ``places``."""
     return [Read(file, at, [memoryview(bytearray(n)) for n in sizes]) for at, sizes in places]
 
 
@@ -270,7 +270,7 @@ def test_the_same_bytes_past_the_page_cache(direct, file, places):
 
 @needs_direct
 def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
-    """The page cache serves only ranges longer than the buffer and bytes direct reads missed."""
+    """The page cache serves only ranges longer than the buffer, and what direct reads miss."""
     opened, path, size = direct.open(file), tmp_path / "long", native.BUFFER_NBYTES + 5
     drop(opened)
     direct.read(ranges_of(ask(opened, spread())))
@@ -289,7 +289,7 @@ def test_what_goes_through_the_page_cache(direct, file, tmp_path, monkeypatch):
 @needs_direct
 @pytest.mark.parametrize("direct", ["without a thread"], indirect=True)
 def test_many_reads_in_flight(tmp_path, direct, monkeypatch):
-    """Threads make the reads that the queue has no room for; a read that has ended makes room."""
+    """Threads make reads for which the queue has no room; a finished read makes room."""
     monkeypatch.setattr(flight, "DEPTH", 10)
     path, size = tmp_path / "large", 100_000
     data = np.random.default_rng(0).bytes(40 * size)
@@ -309,7 +309,7 @@ def test_many_reads_in_flight(tmp_path, direct, monkeypatch):
         direct.close()
         os._exit(0)
     assert os.waitpid(fork, 0) == (fork, 0)
-    direct.stop()  # ends reads even if nobody holds their flights and ranges any more
+    direct.stop()  # ``stop`` ends reads whose flights and ranges nobody holds
     assert not direct._queue._flying
     assert_arrived(reads, data)
 

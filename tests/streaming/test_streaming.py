@@ -93,7 +93,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
         mx.eval(model(PROMPT[:, :1], cache=cache))
         moelab.stats(model, reset=True)
         read.clear()
-        mx.eval(model(PROMPT[:, 1:5], cache=cache))  # as three drafts are verified
+        mx.eval(model(PROMPT[:, 1:5], cache=cache))  # as in a verify pass of three drafts
         nbytes = moelab.stats(model).prefill.bytes_read
     assert len(read) == moelab.footprint(path).num_layers
     assert sum(read) > K and nbytes == sum(read) * moelab.footprint(path).expert_nbytes
@@ -121,7 +121,7 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
         assert not align or not (rooms % align).any()
         populated = []
         monkeypatch.setattr(bank.SlotBank, "populate", lambda own, huge: populated.append(huge))
-        for huge_s in (0, 1):  # at 0 huge pages come fast enough in no layer, at 1 in each
+        for huge_s in (0, 1):  # huge pages are too slow at 0 and fast enough at 1
             monkeypatch.setattr(engine, "HUGE_S", huge_s)
             engine._populate([slots])
         assert populated == [False, True]
@@ -170,7 +170,7 @@ def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
 @pytest.mark.parametrize("mode", ("stacked", "fused"))
 @pytest.mark.parametrize("slots", (E - 1, E))
 def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch):
-    """The host learns no routing if slots hold all experts; calls then read more than they miss."""
+    """The host learns no routing if every expert has a slot; each layer then reads all experts."""
     num_layers = moelab.footprint(path).num_layers
     with loaded(path, mode=mode, slots=slots, kernels="mlx", prefetch="none") as model:
         for _ in range(1 + -(-E // K)):
@@ -254,7 +254,7 @@ def test_a_pass_on_cuda_is_the_resident_one_whatever_came_before(mode):
 
 
 def mlx_kernel(gpu, rows, matrices, quantized):
-    """Which of two kernels MLX 0.32 takes for SwitchGLU's projections, as MLX's source says."""
+    """Return which of two kernels MLX 0.32's source chooses for SwitchGLU's projections."""
     if quantized and gpu == "cuda":
         return rows < 8
     return rows >= 64 and (not quantized or rows // matrices >= 4)
@@ -356,7 +356,7 @@ def test_a_cache_of_another_model_is_refused(path):
 
 
 def test_a_prompt_takes_less_memory_than_resident():
-    """With 8 slots: the engine keeps a layer's output no longer than the resident model does."""
+    """The engine with 8 slots keeps a layer's output no longer than the resident model does."""
     ids = mx.array([[(i * 37) % 500 + 5 for i in range(400)]])
     peak = {}
     for mode in ("resident", "fused"):

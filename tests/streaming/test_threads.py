@@ -82,7 +82,7 @@ def test_drafts_beside_other_threads(hybrid):
 
         class Repeats(LookupDraft):
             def propose(self, last, n, choose):
-                return mx.array([last] * n, mx.uint32)  # drafts are nearly all rolled back
+                return mx.array([last] * n, mx.uint32)  # nearly all drafts are rolled back
 
         def drafted(prompt):
             return [token for token, *_ in steps(model, prompt, Repeats(), 3, 12)]
@@ -103,7 +103,7 @@ def in_a_process(script, *args):
 
 
 def test_a_fork_says_so(hybrid):
-    """A fork of a process that computed refuses to compute and never hangs. The parent goes on."""
+    """A fork refuses to compute if its parent has computed; it never hangs. The parent goes on."""
     script = """
     import json, os, signal, sys
     import mlx.core as mx

@@ -149,7 +149,7 @@ def test_a_shared_expert_among_the_others(top_k, K, checkpoint):
 
 
 def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
-    """Only the rows that were used last are in memory."""
+    """Only the most recently used rows are in memory."""
     path, want = checkpoint("qwen4_exp")
     model = load(path)
     (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
@@ -183,7 +183,7 @@ def test_a_text_begins_anew(checkpoint):
 
 @pytest.mark.parametrize("name, layout", [("laguna", "packed"), ("qwen3_5_moe", "authors'")])
 def test_gate_and_up_in_one_tensor(name, layout, checkpoint, tmp_path):
-    """A packed folder has two tensors. The authors' has one ``[E, 2F, D]``, other names, images."""
+    """A packed folder has two tensors, the authors' one ``[E, 2F, D]``, other names and images."""
     if layout == "packed":
         path, want = checkpoint(name)
         repack(path, path := tmp_path / "packed", progress=False)
