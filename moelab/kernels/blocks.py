@@ -314,7 +314,7 @@ class Experts(Block):
         return products(self, *gates) if self.is_known else None
 
     def likely(self, x: Rows) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return each row's likely experts ``[n, expects]`` and their probabilities, if wanted."""
+        """Return each row's likely experts ``[n, expects]``, and their probabilities; or None."""
         module, found = self["switch_mlp"], self.own_matrices()
         if found is None or not is_itself(module, experts.FastExperts) or not module.expects:
             return None

@@ -11,8 +11,9 @@ Else the regime is open, also if its record is missing or only a trial. A gate t
 there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
 none, so an interval below this bound refutes, too.
 
-Claims name no condition: one regime refutes a claim, and more than half of the regimes confirm it.
-The verdict is ``depends`` if some regimes confirm and others refute the claim; else it is ``open``.
+A claim names no condition. So one regime refutes it, and more than half of the regimes have to
+confirm it. If some regimes confirm and others refute it, the verdict is ``depends``; else it is
+``open``.
 """
 
 import functools

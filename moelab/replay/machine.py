@@ -24,8 +24,8 @@ LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
 # The engine reads experts at this share of an SSD's stated rate (data/results/cpu_reads_35b.json).
 DISK_SHARE = 0.8
 # Measured on a CPU (data/results/cpu_costs_35b.json): a core multiplies weights, and experts are
-# copied from the page cache, at these rates. Then: seconds of a layer, and extra seconds of a layer
-# that reads from the disk, or from the page cache.
+# copied from the page cache, at these rates. The next three: seconds of a layer, and extra
+# seconds if it reads from the disk, or from the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
 # On a CPU, a token of a prompt in one pass takes this share of a decoded token's arithmetic

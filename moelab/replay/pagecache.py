@@ -53,8 +53,8 @@ def replay(
 
     The process and its page cache share ``memory_nbytes`` (inf: no limit). The process takes
     ``other_nbytes`` beside its slots. A slot takes ``slot_nbytes`` (None: ``expert_nbytes``, as
-    on disk). The first ``skip`` tokens fill the empty caches and do not count. Policy ``none``
-    takes the memory of K slots. ``direct`` reads bypass the page cache, which stays empty.
+    on disk). The first ``skip`` tokens fill the empty caches and are not counted. Policy ``none``
+    keeps no expert, but needs memory for K slots. ``direct`` reads bypass the page cache.
     """
     experts = trace.decode.experts
     T, L, K = experts.shape

@@ -62,7 +62,7 @@ class Tape:
         )
 
     def at(self, n: int) -> list[mx.array]:
-        """The cache's arrays after ``n`` tokens, at least one."""
+        """The cache's arrays after the first ``n`` tokens; ``n`` is 1 or more."""
         arrays = [
             _contiguous(x[:, n : n + c.shape[1]]) for x, c in zip(self.convs, self.cache.cache)
         ]

@@ -132,7 +132,7 @@ class Session:
             layer.probe = None
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
-        """Begin a call of the whole model, or a part of that call, for token ids ``[B, T]``."""
+        """Begin a call of the model for token ids ``[B, T]``, or one part of a longer call."""
         # A lazy recurrent state keeps its layer's whole input in memory. So a prompt's states are
         # evaluated with each layer's routing, unless the routing goes through the mailbox.
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []

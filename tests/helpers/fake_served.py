@@ -1,4 +1,4 @@
-"""A ``Served`` that has no model, and strict checks by the types of official clients."""
+"""A ``Served`` without a model, and checks of answers by the types of official clients."""
 
 from argparse import Namespace
 from functools import cache

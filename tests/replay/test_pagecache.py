@@ -160,7 +160,7 @@ print(json.dumps([disk, int(stat["cache"] if "cache" in stat else stat["file"])]
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux's page cache")
 def test_the_kernel_reads_what_the_model_says(limits, tmp_path):
-    """Bytes read from the disk under a memory limit agree to a tenth."""
+    """Under a memory limit the kernel reads the bytes that the model predicts, to 10%."""
     size, n = 1 << 20, 96
     file = tmp_path / "units"
     with open(file, "wb") as f:

@@ -346,7 +346,7 @@ def test_a_family_without_a_head_and_damaged_ones_are_refused(tmp_path):
         MTPDraft(write(tmp_path, {"fc.weight": mx.zeros(1)}, fp8))
 
 
-PUBLISHED = {  # the lowest and highest mean (minus 1) of each norm in heads of Qwen3.5 and 3.6
+PUBLISHED = {  # by norm: lowest and highest mean of its weights, less 1, in heads of Qwen3.5, 3.6
     "t.self_attn.q_norm": (0.73, 0.79), "t.self_attn.k_norm": (0.73, 0.78),
     "t.input_layernorm": (0.03, 0.39), "t.post_attention_layernorm": (0.21, 0.39),
     "t.norm": (1.25, 2.58), "norm_hidden": (-0.51, -0.16), "norm_embedding": (-0.73, -0.46),

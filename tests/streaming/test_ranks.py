@@ -130,7 +130,7 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_ranks_that_differ_or_end(case, checkpoints, tmp_path):
-    """A rank that still runs ends with one line, within 60 s. No rank waits for ever."""
+    """Each rank that still runs prints one line and ends within 60 s. No rank waits for ever."""
     name, own, *said = WRONG[case]
     answers = (name, own) == ("one", SETTINGS)
     program = str(HELPERS / "rank_work.py")

@@ -26,7 +26,7 @@ def _library():
 
 
 def check(schema: Body, *path: str) -> None:
-    """Refuse an unsupported schema; the error names the place of the wrong part, after ``path``."""
+    """Refuse an unsupported schema; the error names the wrong part, by a path that begins so."""
     matcher = _library().LLMatcher
     known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 

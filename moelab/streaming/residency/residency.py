@@ -47,7 +47,7 @@ class Pairs:
         return places
 
     def of(self, arrived: Arrived) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places in the call, and the slots, of the pairs whose experts arrived."""
+        """For the pairs whose experts arrived, return their places in the call and their slots."""
         if arrived.is_all:
             return np.arange(self.size), np.array([arrived.slots[e] for e in self._flat])
         places = [i for e in arrived.slots for i in self._places[e]]
