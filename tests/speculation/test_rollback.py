@@ -34,7 +34,7 @@ def one_by_one(model, cache, tokens):
         mx.eval(model(tokens[:, t : t + 1], cache=cache))
 
 
-def play(model, caches, rounds, strategy="auto", seed=0, batch=1):
+def play(model, caches, rounds, strategy="auto", seed=0, batch=1, vocab=V):
     """Assert that rounds of (tokens read, tokens kept) leave the same caches as plain decoding."""
     cache, reference = caches
     r = Rollback(model, cache, strategy)
