@@ -67,7 +67,7 @@ class Draft(Protocol):
 
 
 class ModelDraft:
-    """A small mlx-lm model as a draft: in memory, maybe recurrent, with the target's tokenizer.
+    """A small mlx-lm model as a draft. It is in memory and has the target's tokenizer.
 
     Args:
         model (nn.Module): As ``mlx_lm.load`` or ``moelab.load`` returns it. It computes with the

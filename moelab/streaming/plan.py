@@ -34,7 +34,7 @@ from .residency.bank import can_empty
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt:
 # 88 MB, or 111 MB where it compiled the kernels (measured with the four layers of notebook 03).
 PROCESS_NBYTES = 110_000_000
-# The same on CUDA, where the memory is the GPU's: MLX took 70 to 143 MB beside the planned arrays.
+# On CUDA these bytes are in the GPU's memory: MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
 # whole: other programs have their own limits.

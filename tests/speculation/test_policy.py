@@ -137,7 +137,7 @@ class FullDepth(World):
 
 
 MISLED = {  # the world, tokens, a token's time without drafts, and what the speeds must be
-    "noise": (  # 1.2 is the mean of the noise, 1.02 allows for its spread
+    "noise": (  # the noise has the mean 1.2; the factor 1.02 allows for its spread
         partial(World, 0.3, 0.8, 0.3, 0.1, noise=0.2), 1000, 1,
         lambda speeds: min(speeds) >= 1 / (1.03 * 1.2 * 1.02),
     ),

@@ -320,7 +320,7 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
 @on_host
 @pytest.mark.parametrize("mode", ["resident", *STREAMED])
 def test_on_cuda_parameters_are_contiguous_and_short_rows_have_room(path, monkeypatch, mode):
-    """Without CUDA a slot may be one record, whose parts are not contiguous."""
+    """Without CUDA a slot may be one record. The arrays in a record are not contiguous."""
     monkeypatch.setattr(bank, "ROOM_SHARE", 100)
 
     def form(layer, *args, **kwargs):
