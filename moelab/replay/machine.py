@@ -21,7 +21,7 @@ from .pagecache import Replay
 # On a Mac: seconds of a layer, seconds more if it reads, bytes a second copied from the page cache.
 # ``data/recipes/published.py`` at 6fe0031 fitted these numbers to a typical published engine.
 LAYER_S, WAIT_S, COPY_BYTES_PER_S = 0.328e-3, 0.962e-3, 22.1e9
-# A plan takes this share of an SSD's stated rate. Here the engine reads experts at 0.95 [0.91, 0.97]
+# A plan takes this share of an SSD's stated rate. Here the engine reads at 0.95 [0.91, 0.97]
 # of fio's rate (data/results/cpu_reads_35b.json: two cores of an EPYC, n=15; 0.85 with engine 1).
 DISK_SHARE = 0.8
 # Measured on a CPU (data/results/cpu_costs_35b.json): a core multiplies weights, and experts are
