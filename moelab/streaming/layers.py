@@ -46,6 +46,7 @@ class StreamedExperts(nn.Module):
                 self[name] = child
         self.quantized = all(f"{linear}.scales" in parameters for linear in linears)
         self.num_experts = num_experts(module)
+        self.input_dims = module["fc1" if "fc1" in module else "gate_proj"].input_dims
         # With ranks: which rank owns each expert, ``[E]``, and which experts are this rank's.
         self._owners = self.owned = None
         if session.ranks:
@@ -59,6 +60,9 @@ class StreamedExperts(nn.Module):
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        if self.probe is not None:
+            self.probe(indices)
+            return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
         return self._in_call(self._call, x, indices)
 
     def _in_call(self, compute, *args):
@@ -77,9 +81,6 @@ class StreamedExperts(nn.Module):
                 f"{self.path}: expected {session.dtype} activations, got {x.dtype}. "
                 "Something before this layer changed the type of the activations: cast them back."
             )
-        if self.probe is not None:
-            self.probe(indices)
-            return mx.zeros((*indices.shape, x.shape[-1]), x.dtype)
         if (y := self._without_waiting(x, indices)) is not None:
             return y
         asked = self._ask(x) if session.residency.prefetches else []
@@ -266,7 +267,7 @@ class Parts(Pairs):
             its = its if arrived.after is None else its + arrived.after
             part = kernels.to_mlx(part.astype(np.int32))
             y = arrived.bank.experts(rows[part // self.shape[-1]], its[:, None])
-            self.computed.append(y[:n] if more else y)
+            self.computed.append(mx.contiguous(y[:n]) if more else y)  # y's memory goes
         return self.computed[before:]
 
     def result(self) -> mx.array:

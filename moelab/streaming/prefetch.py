@@ -5,7 +5,7 @@ read guessed experts after the experts that a layer waits for.
 """
 
 from contextlib import suppress
-from inspect import signature
+from itertools import pairwise
 from time import perf_counter
 
 import mlx.core as mx
@@ -55,12 +55,12 @@ class Lookahead(Prefetcher):
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         super().__init__(layers, blocks)
-        for experts, block in zip(layers, blocks):
-            try:
-                signature(block.__class__.__call__).bind(block, "x")
-            except TypeError as e:
+        for before, layer in pairwise(layers):
+            try:  # a block may need more than ``x``, or another width than the experts before it
+                self._ask(layer.index, mx.zeros((1, 1, before.input_dims), layer.session.dtype))
+            except Exception as e:
                 raise ValueError(
-                    f"StreamConfig.prefetch='lookahead': {experts.path}: this family's router "
+                    f"StreamConfig.prefetch='lookahead': {layer.path}: this family's router "
                     f"cannot be asked before its layer is called ({e}). Use prefetch='none'."
                 ) from e
 
@@ -72,11 +72,15 @@ class Lookahead(Prefetcher):
             if (routed := route(x)) is not None:
                 return [routed]
             x = kernels.to_mlx(x.x)
+        return self._ask(layer + 1, x if x.ndim > 2 else x[None])
+
+    def _ask(self, layer, x):
+        """Call a layer's block with ``x [B, T, D]``, and return the routing that comes out."""
         asked = []
-        experts = self._layers[layer + 1]
+        experts = self._layers[layer]
         experts.probe = asked.append  # the block passes its routing to ``probe``
         try:
-            self._blocks[layer + 1](x if x.ndim > 2 else x[None])
+            self._blocks[layer](x)
         finally:
             experts.probe = None
         return asked

@@ -46,7 +46,7 @@ SAME += ["qwen2_moe", "qwen3_moe", "qwen3_next", "step3p5", "glm_moe_dsa"]
 FAMILIES = {
     **{name: families.FAMILIES[name].config for name in SAME},
     **{name: {} for name in ("cohere2_moe", "flint", "hy_v4", "klear", "kolibri1", "youtu_vl")},
-    "deepseek_v4": {"num_hash_layers": 1}, "longcat_flash_sparse": {"moe_topk": K},
+    "deepseek_v4": {"num_hash_layers": 2}, "longcat_flash_sparse": {"moe_topk": K},
     "minimax_m3": families.FAMILIES["minimax_m3_vl"].text, "qwen3_5_moe_text": QWEN,
 }  # fmt: skip
 # Families with a ``text_config``: the keys of ``text_config``, and those of the config around it.

@@ -130,17 +130,32 @@ def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monke
     assert run("lookahead", want, steps=12).prefetch_issued
 
 
+UNASKED = "lookahead': .*Use prefetch='none'"
+
+
 @pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - set(families.EXPERTS_ONLY)))
 def test_lookahead_in_every_family(name, stored):
     """The router can be asked before its layer is called, or loading the family is refused."""
     path, ahead = stored(name), {"slots": K + 1, "prefetch": "lookahead"}
     # These families' blocks take more than the hidden state: token ids, or the routing itself.
     if name in ("deepseek_v41", "gemma4", "gemma4_text"):
-        with pytest.raises(ValueError, match="lookahead': .*Use prefetch='none'"):
+        with pytest.raises(ValueError, match=UNASKED):
             loaded(path, **ahead)
         return
     with loaded(path, slots=K + 1, prefetch="none") as plain, loaded(path, **ahead) as model:
         np.testing.assert_array_equal(decode(model, 4), decode(plain, 4))
+
+
+@pytest.mark.parametrize("name, own", [
+    ("nemotron_h", {"moe_latent_size": 32}),  # as in Nemotron 3 Super
+    ("kimi_k3", {"num_hidden_layers": 3}),
+])  # fmt: skip
+def test_a_block_that_is_wider_than_its_experts(name, own, tmp_path):
+    path = families.write_checkpoint(name, tmp_path / name, **own)
+    with pytest.raises(ValueError, match=UNASKED):
+        loaded(path, slots=K + 1, prefetch="lookahead")
+    with loaded(path, slots=K + 1, kernels="mlx") as model:
+        decode(model, 4)
 
 
 @tries(150, derandomize=True)

@@ -78,6 +78,18 @@ def test_family_of_mlx_vlm(name, mode, checkpoint):
 
 
 @pytest.mark.parametrize("name", vlm_families.NAMES)
+def test_lookahead_in_mlx_vlm(name, checkpoint):
+    """On a Mac's GPU each family reads so by default, unless its routers cannot be asked."""
+    path, want = checkpoint(name)
+    if name in ("deepseek_v4", "gemma4", "gemma4_text"):  # they take token ids, or the routing
+        with pytest.raises(ValueError, match="lookahead': .*Use prefetch='none'"):
+            load(path, prefetch="lookahead")
+        return
+    with load(path, prefetch="lookahead") as model:
+        np.testing.assert_array_equal(logits(model, model.make_cache()), want)
+
+
+@pytest.mark.parametrize("name", vlm_families.NAMES)
 def test_tokens_are_taken_back(name, checkpoint):
     """Two texts are read in turn, one of them with drafts that are accepted in part."""
     model, rng = load(checkpoint(name)[0], slots=8), np.random.default_rng(3)
