@@ -226,23 +226,24 @@ def _grown(cache, context):
 
 def _token_values(model, linears, checkpoint, config, top_k):
     """Estimate how many values a token takes in the largest layer, 10 to 30% over measurements."""
-    fast, most, D = config.kernels == "fast", 0, 0
+    fast, most = config.kernels == "fast", 0
+    text = checkpoint.config.get("text_config") or checkpoint.config
+    given = (text.get(key) for key in ("num_attention_heads", "hidden_size"))
+    heads, width = (n if isinstance(n, int) else 0 for n in given)
     for named in linears:
         inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
-        D = max(D, named.get("down_proj", named.get("fc2")).output_dims)
+        D = named.get("down_proj", named.get("fc2")).output_dims
+        width = max(width, D)  # some families' experts have a smaller width than their model
         if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
-            # One call of the kernels computes these matrices. The call keeps its result, the
-            # results of gate and up, and as many values again for the last matrix's input.
+            # One call of the kernels keeps its result and those of gate and up; the input of the
+            # last matrix takes as much memory as the results of gate and up.
             pairs = D + 2 * (sum(outputs) - D)
         else:
             pairs = sum(inputs) + sum(outputs) + D
         most = max(most, top_k * pairs)
     if fast:
-        return max(most, BLOCK_COPIES * _outputs(model)) + STREAM_VALUES * D
-    text = checkpoint.config.get("text_config") or checkpoint.config
-    heads = text.get("num_attention_heads")
-    scores = heads * config.context if isinstance(heads, int) else 0
-    return most + BLOCK_VALUES * D + scores
+        return max(most, BLOCK_COPIES * _outputs(model)) + STREAM_VALUES * width
+    return most + BLOCK_VALUES * width + heads * config.context
 
 
 def _outputs(model):

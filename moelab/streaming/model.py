@@ -330,6 +330,9 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
             if isinstance(module, DiskEmbedding):
                 module.open(session.reader, facts.dtype)
         mx.eval(model.state)  # another thread cannot compute what this thread leaves lazy
+        for module in model.modules():  # what kimi_k3 compiled in ``facts_of`` reads lazy weights
+            if getattr(module, "_step", None) is not None:
+                module._step = None
         checkpoint.check_unchanged()
     except BaseException:
         session.reader.close()

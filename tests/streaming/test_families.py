@@ -10,7 +10,7 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import LONG, STREAMED, greedy_logits, loaded
+from common import LONG, STREAMED, greedy_logits, loaded, watched
 from families import EVERY_VARIANT, VOCAB, E, K
 from faults import read_in_parts
 from mlx_lm import utils as mlx_lm_utils
@@ -75,6 +75,16 @@ def test_family_streams(name, variant, stored):
     assert_streams(path)
     if name in EVERY_VARIANT and variant == "affine4":
         assert_streams(path, prompt=LONG_PROMPT)
+
+
+def test_nothing_compiled_reads_lazy_weights(stored, monkeypatch):
+    """On Metal kimi_k3 compiles a step that ``load`` tries before it reads the weights."""
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    compiled = watched(monkeypatch, mx, "compile", lambda f, **_: f.__name__)
+    with loaded(stored("kimi_k3"), slots=K + 1, kernels="mlx") as model:
+        assert "_decode_core" in compiled and not any(
+            getattr(m, "_step", None) for m in model.modules()
+        )
 
 
 @pytest.mark.parametrize("name", sorted(families.EXPERTS_ONLY))

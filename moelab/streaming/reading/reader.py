@@ -118,8 +118,9 @@ class Reader:
                 if len(ranges):
                     self.read_here(ranges)
                 return []
-        # A read of fewer bytes past the page cache does not repay the start of a thread.
-        parts = self._divided(ranges, least_nbytes=512 * 1024 if self.direct else 1)
+        # Only pages that Linux has to fetch repay the start of a thread for fewer bytes.
+        is_cold = native.NOWAIT and not self.direct
+        parts = self._divided(ranges, least_nbytes=1 if is_cold else 512 * 1024)
         return [self._pool.submit(self.read_here, part) for part in parts]
 
     def _read_behind(self, ranges):
