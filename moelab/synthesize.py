@@ -152,7 +152,7 @@ def write_headers(folder: Path, config: dict, bits: int = BITS) -> None:
 
 
 def _read_tokenizer(folder):
-    """Read a tokenizer's files, its vocabulary's size, and the ids that must never be decoded."""
+    """Read a tokenizer's files, its vocabulary's size, and the ids that must never be picked."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(

@@ -187,7 +187,7 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
 
 
 def remedy(path: Path, config: dict) -> str:
-    """Say what to do with a folder that mlx-lm cannot load; name a format of another library."""
+    """Say what to do with a folder that mlx-lm cannot load; name its format if that is why."""
     text, key = config.get("text_config"), "quantization_config"
     said = config.get(key) or (text.get(key) if isinstance(text, dict) else None)
     if not said and (path / "hf_quant_config.json").exists():

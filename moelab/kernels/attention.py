@@ -19,7 +19,7 @@ from . import code, quantized, team
 from .code import F32, I32, I64, Code, address, ir, to_mlx
 from .rowwise import NUMBER_WORK
 
-# The most scores in memory at once: a core's cache holds so many.
+# The most scores in memory at once, or those of one row: a core's cache holds so many.
 SCORES = 2**17
 
 

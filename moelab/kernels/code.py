@@ -282,7 +282,7 @@ class Code:
         for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.5):
             y = self.fma(y, rest, self.all(c))
         y = b.fadd(self.fma(b.fmul(y, rest), rest, rest), self.all(1))
-        # Multiply in two steps: 2**128 is no float32, and below 2**-126 only the product is exact.
+        # Multiply in two steps: 2**128 and powers below 2**-126 are no normal float32 numbers.
         whole = b.fptosi(n, ints)
         half = b.ashr(whole, ir.Constant(ints, [1] * self.L))
         for power in (half, b.sub(whole, half)):

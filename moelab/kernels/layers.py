@@ -213,7 +213,7 @@ class Pass:
 
 
 def _state(modules):
-    """Return what must stay equal besides arrays, without the layer's class, which hooks change."""
+    """Return what, beside arrays, must stay equal; hooks may change the layer's class."""
     return [*map(type, modules[1:]), *map(len, modules), *map(STATE, map(vars, modules))]
 
 

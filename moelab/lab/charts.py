@@ -268,8 +268,8 @@ def _label(name):
 
 
 def _number(value):
-    """Write a number with three significant digits, never as a power of ten."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:#.3g}".rstrip(".")
+    """Write a number (0.0001 or more) with three significant digits, or all before the point."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".rstrip(".")
 
 
 def _numbers(fig, ends, labels, texts, place):

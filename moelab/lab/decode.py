@@ -188,7 +188,7 @@ def _timed(
 class OracleDraft:
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
-    The seed decides at which places of the text guesses are right. After a wrong guess, the later
+    The seed decides which tokens of the text are guessed right. After a wrong guess, the later
     guesses of the round are wrong too. A wrong guess is usually a token from elsewhere in the text.
     """
 

@@ -109,7 +109,7 @@ def advise(
     for other, r in settings.items():
         if other.slots == n and other != picked:
             way = _way(other.direct)
-            why.append(f"With {n} slots reading {way} takes {r.mean_s / chosen.mean_s - 1:+.1%}.")
+            why.append(f"Reads {way} change a token's time by {r.mean_s / chosen.mean_s - 1:+.1%}.")
     layout = "packed"
     if packed_gain is None:
         why.append("Each expert lies in one piece already.")

@@ -1,4 +1,4 @@
-"""Eviction, the page cache and the replay against slow references: lists, the kernel, a loop."""
+"""Tests eviction by all choices, the page cache by lists and by Linux, the replay by a loop."""
 
 import json
 import os

@@ -416,7 +416,7 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
         room(model, 64, 900 * MB)  # the system reports enough free memory
 
         def slots(seconds, back, out, every=WATCH_S):
-            """The slots after ``seconds`` with these shares of swapping in and out."""
+            """The slots after ``seconds``, of which swapping in and out takes these shares."""
             for _ in range(round(seconds / every)):
                 clock[0] += every
                 swapped[:] = swapped[0] + back * every, swapped[1] + out * every

@@ -72,7 +72,7 @@ def _error(dialect, error):
 
 
 class _Endpoint:
-    """Answers the requests of a dialect (an application of ASGI)."""
+    """An ASGI application that answers a dialect's requests."""
 
     def __init__(self, dialect, engine, served, origins):
         self.dialect, self.engine, self.served, self.origins = dialect, engine, served, origins

@@ -138,8 +138,8 @@ def explore(
     """Show ``fn``'s figure live under its controls; a page without a kernel keeps the first figure.
 
     ``fn`` takes the controls' values by name and returns a figure from ``style.describe``. ``fn``
-    uses no widget, so that a test can call ``fn``. Each dict in ``extremes`` replaces some first
-    values of the controls; the axes have room for the figures that ``fn`` returns for these. With
+    uses no widget, so that a test can call ``fn``. Each dict in ``extremes`` has values for some
+    controls; the axes have room for the figures that ``fn`` returns for these. With
     ``run_button``, ``fn`` is called again only when the button is pressed. With ``follow``, each
     figure has its own axes; use it if the figures' numbers differ too much for common axes.
     """
