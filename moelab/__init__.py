@@ -6,7 +6,7 @@ bytes end in ``nbytes``; names of times in seconds end in ``_s``.
 
     checkpoint/     a model's files: headers, formats, errors about damaged files
     streaming/      ``load``: experts on disk, slots in memory, the plan of memory
-    kernels/        kernels for CPUs, built with llvmlite; without llvmlite MLX computes
+    kernels/        kernels for CPUs, built with llvmlite; where it is missing, MLX computes
     speculation/    drafts, their verification, the rollback of caches
     commands/       the commands of ``python -m moelab``, and the server
     replay/         what recorded routing would cost with other slots and policies
@@ -36,8 +36,8 @@ from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is i
 compiled.keep_own()
 
 __version__ = "0.2.0"
-# Each record names the engine's version. Raise the version when a change of the engine alters what
-# it reads or computes, or when it does so.
+# Each record names the engine's version. Raise the version with each change of the engine that
+# alters what is read or computed, or the moment of a read or a computation.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"

@@ -89,7 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _check_options(name, command, words):
-    """End the command if it lacks a given option, and name the option that may be meant."""
+    """End the command if a given option is none of its own; name the option that may be meant."""
     from difflib import get_close_matches
 
     known = {option: option for action in command._actions for option in action.option_strings}

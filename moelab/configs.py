@@ -6,12 +6,12 @@ total. mlx-lm's defaults stand in for values that were not found and that change
 
 Three models use the class of another model, for their sizes only. deepseek-v4-flash uses
 deepseek_v41's class, whose compressors have 0.04 B more parameters; the real model's first three
-layers route by a table. qwen3.8-flash-next uses mlx-vlm's class. Without mlx-vlm it uses Qwen3.5's
-class, which lacks hyper-connections, indexers, the n-gram table (51 B) and the table's readers (0.7
-B). glm-5.3-flash uses Kimi K3's class, which has another activation and lacks indexers and
-hyper-connections (0.12 B). kimi-k3 leaves out the vision part. deepseek-v4.1-flash leaves out the
-vision part, engram (mlx-lm refuses it) and the three draft layers. The vocabulary and untied head
-of olmoe-1b-7b are transformers' defaults. Kimi's lists number the layers from 1.
+layers route by a table. qwen3.8-flash-next uses mlx-vlm's class or, if mlx-vlm is not installed,
+Qwen3.5's class, which lacks hyper-connections, indexers, the n-gram table (51 B) and the table's
+readers (0.7 B). glm-5.3-flash uses Kimi K3's class, which has another activation and lacks indexers
+and hyper-connections (0.12 B). kimi-k3 leaves out the vision part. deepseek-v4.1-flash leaves out
+the vision part, engram (mlx-lm refuses it) and the three draft layers. The vocabulary and untied
+head of olmoe-1b-7b are transformers' defaults. Kimi's lists number the layers from 1.
 """
 
 import json
@@ -27,7 +27,7 @@ for _name, _config in CONFIGS.items():
 
 
 def one_of(names: Iterable[str], given: str, also: str = "") -> str:
-    """Return the name that matches ``given`` without case and dashes; an error lists names."""
+    """Return the name that is ``given`` but for case and dashes; an error lists the names."""
     plain = {_plain(name): name for name in names}
     if _plain(given) in plain:
         return plain[_plain(given)]

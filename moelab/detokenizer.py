@@ -1,4 +1,4 @@
-"""Turns the tokens that a model writes into text, one token at a time."""
+"""Makes text of the tokens that a model writes, one token at a time."""
 
 import codecs
 import re
@@ -19,7 +19,7 @@ class Detokenizer(StreamingDetokenizer):
     mlx-lm's detokenizers decode the tokens as if no prompt came before. The classes for byte-level
     BPE and SentencePiece drop the first space, which may belong to an indentation. The naive class
     drops a space after each line break, and adds text that clean-up later changes. Here a token
-    adds the bytes that it gives inside a text. An unfinished character waits for its other bytes.
+    adds the same bytes as in the middle of a text; half a character waits for its other bytes.
 
     If bytes are not valid UTF-8, the whole characters among them stay, as in mlx-lm. ``decode``
     would also replace the whole characters in a run of SentencePiece's byte tokens. A tokenizer

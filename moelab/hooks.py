@@ -68,7 +68,7 @@ def methods(cls: type) -> dict[str, Callable]:
 
 
 def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
-    """Copy a function; in the copy's globals ``names`` have new values."""
+    """Copy a function; ``names`` replaces some globals of the copy."""
     copy = FunctionType(
         f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
     )

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a command at once, and a call in Python at a point where nothing is half done.
+"""Ctrl-C ends a command at once. It ends a model's call in Python only where nothing is half done.
 
 Python handles a signal between any two instructions of the main thread. A KeyboardInterrupt raised
 in a destructor is lost. One raised in the standard library's ``Condition`` leaves a lock taken,
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 
-# The functions of ``signal`` make enums of handlers, which takes ten times as long.
+# The functions of ``signal`` take ten times as long as ``_signal``'s: they make enums of handlers.
 from _signal import getsignal, set_wakeup_fd, signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -68,7 +68,7 @@ def _kill_children():
 
 @contextmanager
 def undone(undo: Callable[[], str | None], after: bool = True) -> Iterator[None]:
-    """Call ``undo`` and print its words if Ctrl-C ends the block; ``after``: call it at any end."""
+    """If Ctrl-C ends the block, call ``undo`` and print its words; ``after``: call it always."""
     _undo.append(undo)
     try:
         yield

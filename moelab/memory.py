@@ -29,10 +29,10 @@ PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 # The memory that macOS and other programs need is assumed to be lognormal. ``NEED_NBYTES`` is the
 # median on a Mac of 16 GiB; the median grows as the Mac's memory to the power ``NEED_GROWTH``. The
 # sources whose ``side`` is ``fit`` (data/recipes/published.py) are the evidence. Macs of 16 GiB
-# swapped when engines left 3.4 and 5.8 GB to the system (Godwit, qwisp), and did not swap with
-# 7.3 GB left (Godwit). Macs of 48 GiB compressed memory with 17 to 24 GB left (colibri), and did
-# not with 18 GB left (flash-moe). The memory that macOS withholds from a GPU grows by the same
-# power: 4.5 GB of 16, 22 of 128.
+# swapped when engines left 3.4 GB (Godwit) and 5.8 GB (qwisp) to the system, but not with 7.3 GB
+# left (Godwit). Macs of 48 GiB had to compress memory with 17 to 24 GB left (colibri), but not
+# with 18 GB left (flash-moe). The memory that macOS withholds from a GPU grows by the same power:
+# 4.5 of 16 GB, 22 of 128 GB.
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # A token's slowdown on a Mac that swaps; published: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
@@ -84,7 +84,7 @@ def _cgroups() -> Iterator[tuple[Path, int]]:
         root = CGROUPS / controllers
         here = root / path.lstrip("/")
         for folder in [here, *here.parents]:
-            # Above memory.high the kernel slows a process down until it hardly runs.
+            # Above memory.high Linux slows a process down until it hardly runs.
             for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
                 with suppress(OSError, ValueError):  # no such file, or "max"
                     limit = int((folder / name).read_text())
@@ -100,7 +100,7 @@ def memory_limit() -> int | None:
 
 
 def _held(folder):
-    """Bytes of a cgroup that the kernel cannot take back: all but the page cache."""
+    """Bytes of a cgroup that Linux cannot take back: all but page cache and reclaimable slabs."""
     for name in ("memory.current", "memory.usage_in_bytes"):
         try:
             used = int((folder / name).read_text())
@@ -128,8 +128,8 @@ def swapped_s() -> tuple[float, float] | None:
     """Return the seconds of swapping in so far, and what they become if all pages are swapped in.
 
     On Linux this process's pages count, also code that is read again from its file; None if no
-    page is in swap. On a Mac all programs' pages in the memory compressor count, from which macOS
-    swaps; None while memory is not short.
+    page is in swap. On a Mac the pages of all programs count that are in the memory compressor
+    (macOS swaps from there); None while memory is not short.
     """
     pages = HERE.swapped_pages()
     return pages and tuple(n * PAGE_S for n in pages)

@@ -1,7 +1,7 @@
 """Raises the soft limit of open files for a model's files, and leaves the hard limit as it is.
 
-The import of mlx-lm sets both limits to mlx-lm's own numbers. The import fails if the hard limit is
-below 4096, and lowers a higher hard limit. So this module lets mlx-lm's import set no limits.
+The import of mlx-lm sets both limits to numbers of its own: it fails if the hard limit is below
+4096, and lowers a higher one. So this module lets mlx-lm's import set no limits.
 """
 
 import errno

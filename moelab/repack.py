@@ -34,7 +34,7 @@ SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
 
 
 class Gain(NamedTuple):
-    """How fast this machine reads experts as they lie on disk, and in one piece."""
+    """How fast this machine reads experts: in the pieces that lie on disk, and in one piece."""
 
     reads: int  # pieces in which an expert lies on disk
     bytes_per_s: np.ndarray  # ``[n, 2]``: in their pieces, in one piece; timed back to back
@@ -91,14 +91,14 @@ def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
 
 
 def _in_one_piece(lies):
-    """Return one range, as long as all pieces of an expert together, in the first piece's file."""
+    """Return one range of the first piece's file, with as many bytes as all pieces together."""
     (file, first, _), size = lies[0], lies[0][0].stat().st_size
     nbytes = min(size, sum(n for *_, n in lies))
     return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]
 
 
 def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[ExpertTensor, int]]]:
-    """List each layer's pieces of an expert, each read at once: (first parameter, bytes)."""
+    """List for each layer the ranges that hold an expert, each as (first parameter, bytes)."""
     layers = {}
     for name, t in located.items():
         layers.setdefault(name.rsplit(".", 2)[0], {})[name] = t
@@ -117,7 +117,7 @@ def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memo
     """Return the seconds that one call takes to read all ``wanted``: (file, first byte, bytes)."""
     reads, rooms, at = [], [], 0
     for file, first, nbytes in wanted:
-        # A range has equal offsets in its memory page and file page, for reads of whole blocks.
+        # A range begins at the same byte of a page in memory and in the file, as direct reads need.
         at += (first - at) % PAGE_NBYTES
         reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
         rooms.append(address_of(memory) + at - first % PAGE_NBYTES)
@@ -224,5 +224,5 @@ def _compare(is_same, file, what):
 
 
 def _bits(array):
-    # MLX counts an axis in 32 bits, and a parameter of all experts can have more bytes.
+    # MLX counts an axis in 32 bits: too few for the bytes of a large parameter of all experts.
     return np.asarray(mx.contiguous(mx.atleast_1d(array)).view(mx.uint8)).reshape(-1)

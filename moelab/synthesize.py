@@ -30,9 +30,9 @@ CHUNK_NBYTES = 16 << 20  # a tensor is made and written in pieces of about this 
 TOKENIZER = Path(__file__).parent / "tokenizer"  # tiny-moe's; an installed moelab has no data/
 # Families that can be written with fewer layers. Configurations of other families list every layer.
 LIKE = tuple(name for name in CONFIGS if name.startswith(("qwen3-", "qwen3.5-", "qwen3.8-")))
-# A layer's output has this standard deviation if its input has 1. Routed experts get more, because
-# eight near-equal scores scale them down, and each expert should change the next token. Other
-# branches get less, so that the residual stream stays larger than each branch.
+# The standard deviation of a matrix's outputs if that of its inputs is 1. Routed experts get more,
+# because eight near-equal scores scale them down, and each expert should change the next token.
+# Other branches get less, so that the residual stream stays larger than each branch.
 GAINS = {
     "switch_mlp.down_proj": 3.0,
     "down_proj": 0.5, "o_proj": 0.5, "out_proj": 0.5,
@@ -184,8 +184,8 @@ def synthesize(
     The checkpoint has the shapes of ``config``, or else of the model ``like`` (one of ``LIKE``). By
     default it has as many ``layers`` as the real model, ``vocab`` is the tokenizer's, and
     ``tokenizer`` is tiny-moe's. ``routing`` is a trace (or its file) recorded with the same
-    tokenizer: the routers choose experts with the trace's locality for the trace's text. The
-    routers choose nearly uniformly without ``routing``, so that caches hit least.
+    tokenizer: the routers choose experts with the trace's locality for the trace's text. If
+    ``routing`` is None, they choose nearly uniformly, so that caches hit least.
     """
     out = Path(out)
     config = copy.deepcopy(CONFIGS[one_of(LIKE, like)] if config is None else config)
@@ -203,8 +203,8 @@ def synthesize(
     vocab = least if vocab is None else vocab
     if vocab < least:
         raise ValueError(f"vocab={vocab}: expected at least {least}, the tokenizer's own")
-    # The logit is zero for the end of the text and for ids that the tokenizer cannot decode, so
-    # that greedy decoding never picks them.
+    # Ids that end a text and ids that the tokenizer cannot decode get a logit of zero, so that
+    # greedy decoding never picks them.
     silent_rows = sorted({*special, *range(least, vocab)})
     text.update(num_hidden_layers=layers, vocab_size=vocab)
 

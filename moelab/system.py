@@ -51,7 +51,7 @@ class System:
         """The processor's name."""
 
     def memory(self) -> tuple[int, int]:
-        """The bytes of the machine's memory, and how many of them programs may still take."""
+        """The machine's memory, and the part that programs may still take, in bytes."""
         found = psutil.virtual_memory()
         return found.total, found.available
 
@@ -106,8 +106,8 @@ class Mac(System):
     # <mach/host_info.h>: HOST_VM_INFO64, then the indices of two counts of 4 bytes and of two of 8.
     # (psutil's counts are not used: psutil counts files' pages as swapped.)
     VM_INFO64, FREE, INACTIVE, DECOMPRESSIONS, COMPRESSIONS = 4, 0, 2, 12, 13
-    # macOS 27 has more counts, after the old counts. It refuses some requests for the old counts
-    # alone, such as psutil 7.2's (MIG_ARRAY_TOO_LARGE). The refusal says how many words there are.
+    # macOS 27 has new counts behind the old counts. It refuses some requests for the old counts
+    # alone (MIG_ARRAY_TOO_LARGE), such as psutil 7.2's. The refusal says how many words there are.
     TOO_LARGE, MOST_WORDS = -307, 1024
     _words = 38  # how many words of 4 bytes to ask for; revision 1 has 38
     _last = np.zeros(MOST_WORDS, np.uint32), 0  # the last counts of pages, and what MLX held then
@@ -161,13 +161,13 @@ class Mac(System):
             raise OSError("macOS does not say how much memory is free (host_statistics64)")
         free = int(counts[self.FREE]) + int(counts[self.INACTIVE])  # as psutil counts
         page, held = os.sysconf("SC_PAGE_SIZE"), mx.get_active_memory() + mx.get_cache_memory()
-        # The kernel repeats an old answer if asked often: add what MLX took or freed since then.
+        # macOS repeats an old answer if asked often: add what MLX took or freed since then.
         if not np.array_equal(counts, self._last[0]):
             self._last = counts, held
         return os.sysconf("SC_PHYS_PAGES") * page, free * page + self._last[1] - held
 
     def _pages(self):
-        """Return the kernel's counts of pages, in words of 4 bytes; None if it refuses."""
+        """Return macOS's counts of pages, in words of 4 bytes; None if macOS refuses."""
         counts = np.zeros(self.MOST_WORDS, np.uint32)
         into = ctypes.c_void_p(counts.ctypes.data)
         for _ in range(2):
@@ -181,11 +181,11 @@ class Mac(System):
 
     @cached_property
     def _host(self):
-        """The kernel's port, cached because each ``mach_host_self`` adds a right to the port."""
+        """The port of macOS's kernel; each call of ``mach_host_self`` would add a right to it."""
         return ctypes.c_uint32(self.libc.mach_host_self())
 
     def _ask(self, name, value):
-        """Read the kernel's value of ``name`` into ``value``; return whether the kernel has one."""
+        """Read macOS's value of ``name`` into ``value``; return whether macOS has one."""
         nbytes = ctypes.c_size_t(ctypes.sizeof(value))
         nothing = None, ctypes.c_size_t(0)
         return not self.libc.sysctlbyname(name, ctypes.byref(value), ctypes.byref(nbytes), *nothing)

@@ -187,7 +187,7 @@ def checked(cls: type, args: type, config: dict, more: dict | None = None) -> tu
 
 
 def remedy(path: Path, config: dict) -> str:
-    """Say what to do with a folder that mlx-lm cannot load; name its format if that is why."""
+    """Say what to do with a folder that mlx-lm cannot load; name a format that mlx-lm lacks."""
     text, key = config.get("text_config"), "quantization_config"
     said = config.get(key) or (text.get(key) if isinstance(text, dict) else None)
     if not said and (path / "hf_quant_config.json").exists():
@@ -238,8 +238,8 @@ def mlx_lm_model(
             say(f"{checkpoint.path}: mlx-vlm's class is used: it has the tensors' names")
             return built
         finally:
-            # mlx-lm's initial random weights are never evaluated. mx.random's state keeps 120 kB
-            # of their graph for each load until the state is evaluated.
+            # mlx-lm's initial random weights are never evaluated. Until mx.random's state is
+            # evaluated, it keeps 120 kB of these weights' graph for each load.
             mx.eval(mx.random.state)
 
 

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from ..interrupts import undone
 
 FOR_MLX = "Take a version made for MLX, or convert the original one with mlx_lm.convert."
-# The number and size of the blocks that ``sample`` reads, in 2 ms from an SSD.
+# The number and size of the blocks that ``sample`` reads. It needs 2 ms for them from an SSD.
 BLOCKS, BLOCK_NBYTES = 16, 4096
 
 
@@ -38,7 +38,7 @@ def describe(error: BaseException) -> str:
 
 @contextmanager
 def readable(what: str, remedy: str = "Download it again.") -> Iterator[None]:
-    """Raise a CheckpointError in place of any error of another library that reads a file."""
+    """Raise a CheckpointError in place of any error that another library raises for a file."""
     try:
         yield
     except CheckpointError:

@@ -30,8 +30,8 @@ DRAFTERS = "speculative/drafters"  # mlx-vlm's folder of draft heads
 INSTALL = f"pip install 'moelab[vlm]' && pip install --no-deps mlx-vlm=={TRIED}"
 PARTS = ["text", "vision", "perceiver", "projector", "audio"]  # parts with configuration objects
 ARRAYS = nn.Module, list, dict, tuple, mx.array  # types that a module searches for parameters
-# Families with a compiled function that keeps the length of the first text, so that texts of other
-# lengths get wrong tokens (0.7.10). Loading such a model turns off MLX's compiling.
+# Families with a compiled function that keeps the length of the first text: texts of other lengths
+# get wrong tokens (mlx-vlm 0.7.10). Loading such a model turns off MLX's compiling.
 COMPILED_ONCE = {"hy_v4"}
 # Families for which mlx-vlm writes a wrong text (0.7.10), and why.
 WRONG = {"granitemoe": "it multiplies embeddings of a prompt only. mlx-lm has this family"}
@@ -41,7 +41,7 @@ SHAPES = {"down_proj gate_proj up_proj", "down_proj gate_up_proj", "fc1 fc2"}
 
 
 class TextModel:
-    """A mixin for the class of an mlx-vlm model; ``library`` is the module of its family."""
+    """A mixin for the class of an mlx-vlm model; ``library`` is the Python module of the family."""
 
     batches = False  # mlx-lm's caches of several texts cannot do what mlx-vlm's blocks need
 

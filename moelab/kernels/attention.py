@@ -2,8 +2,8 @@
 
 MLX computes attention by two products of a BLAS (in its Linux packages the reference BLAS). Here
 values are added key after key, and a masked key adds exactly 0 to a query that sees any other key.
-So a token's result does not depend on how a text is divided into passes, if the cache holds the
-keys in order. A full rotating cache (gpt_oss, afmoe) reorders keys: there passes change results.
+So, if the cache holds the keys in order, a token's result does not depend on how a text is divided
+into passes. A full rotating cache (gpt_oss, afmoe) reorders keys: then the result depends on it.
 
 A sum over n keys may overflow if a value exceeds float32's largest number / n. A score may
 overflow, too. The result is then inf or NaN, where MLX's result may be finite.
@@ -19,7 +19,7 @@ from . import code, quantized, team
 from .code import F32, I32, I64, Code, address, ir, to_mlx
 from .rowwise import NUMBER_WORK
 
-# The most scores in memory at once, or those of one row: a core's cache holds so many.
+# The most scores in memory at once (or one row, if it has more): a core's cache holds so many.
 SCORES = 2**17
 
 
@@ -69,7 +69,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
     q = np.ascontiguousarray(q * np.float32(scale))
     k, v = code.in_rows(k), code.in_rows(v)
     (B, H, Tq, D), (Hk, Tk, Dv) = q.shape, v.shape[1:]
-    G = H // Hk  # heads that share keys; a row is a query of one head
+    G = H // Hk  # heads of queries that share one head of keys; a row is a query of one head
     q, y = q.reshape(B, Hk, G * Tq, D), np.empty((B, Hk, G * Tq, Dv), np.float32)
     if isinstance(mask, np.ndarray):
         mask = np.broadcast_to(mask, (B, H, Tq, Tk))  # a view
@@ -108,7 +108,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
         )
 
     step = min(max(1, SCORES // Tk), G * Tq)
-    # Keep the row numbers until the end: another thread may replace them in the cache.
+    # Keep the row numbers until the end: another thread may replace those that ``_numbers`` caches.
     _kept, each = quantized.in_order(step)
     starts = range(0, G * Tq, step)
     with np.errstate(over="ignore", invalid="ignore"):  # results may be inf or NaN, as in MLX
@@ -120,7 +120,7 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
 class _Softmax(Code):
     """Turns scores into softmax weights that are not yet divided by their sum.
 
-    ``sums`` has each row's sink (a score without a value) or -inf, and gets the sink's weight.
+    ``sums`` has each row's sink (a score without a value) or -inf; the sink's weight replaces it.
     If ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys.
     """
 
@@ -178,7 +178,7 @@ class _AddUp(Code):
     def _rows(self, rows, weights, values, sums, y):
         zero = ir.Constant(self.floats, [0.0] * self.L)
         totals = [self.spread(self.load(sums, row, F32)) for row in rows]
-        size = self.L * 4  # how many numbers of a value are added up side by side
+        size = self.L * 4  # how many of a value's Dv numbers are added up side by side
         for first in range(0, self.Dv, size):
             places = range(first, min(first + size, self.Dv), self.L)
 

@@ -1,8 +1,8 @@
 """Blocks of mlx-lm that compute without MLX's graph: gated delta, attention, experts.
 
 A block makes a dozen calls of native code. (MLX takes 16 to 60 us to evaluate one module.) The
-kernels take only mlx-lm's caches, and float32 inputs without padding. A block calls mlx-lm's own
-modules in all other cases, in training, with hooks, or after a library replaced a function.
+kernels take only mlx-lm's caches, and float32 inputs without padding. For other caches and inputs,
+in training, with hooks, or after a library replaced a function, a block calls mlx-lm's modules.
 """
 
 from functools import lru_cache
@@ -76,7 +76,7 @@ def forward(module: nn.Module, x: Rows, B: int, *given: Any) -> np.ndarray:
 
 
 def weight_of(module: nn.Module, size: int, name: str = "weight") -> np.ndarray:
-    """Return a parameter ``[size]``; MLX does not write to it if a program is being recorded."""
+    """Return a parameter ``[size]``, kept from MLX's writes if a program is being recorded."""
     a = module[name] if code.recorded() is None else modules.owned(module[name])
     code.check((size,), **{f"{type(module).__name__}.{name}": a})
     return np.ascontiguousarray(a)
@@ -250,7 +250,7 @@ class Attention(Block):
         return turns(rope.dims, rope.base, rope.scale, offset, T)
 
     def project(self, x: Rows, found: list, cos: np.ndarray, sin: np.ndarray) -> list[np.ndarray]:
-        """Return rotated queries and keys, values, gate (maybe empty): ``[n, heads, size]``."""
+        """Return queries, keys (both rotated), values, gate (or nothing): ``[n, heads, size]``."""
         if "n_heads" in vars(self):  # qwen3 and qwen3_moe
             H, Hk = self.n_heads, self.n_kv_heads
         else:
@@ -309,7 +309,7 @@ class Experts(Block):
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 
     def own_matrices(self) -> list | None:
-        """Return the matrices of router and shared expert's gate; None if MLX must compute them."""
+        """Return the matrices of the router and the shared gate; None if MLX must compute them."""
         gates = ("gate", "shared_expert_gate") if "shared_expert" in self else ("gate",)
         return products(self, *gates) if self.is_known else None
 

@@ -118,7 +118,7 @@ def in_rows(a: np.ndarray) -> np.ndarray:
 
 @cache
 def kernel_of(kind: type["Code"], *args: Any) -> "Kernel":
-    """Return a class's kernel for L lanes and a form, stored because its code has no addresses."""
+    """Return a class's kernel for L lanes and a form. It has no addresses, so it can be stored."""
     writer, name = kind(*args), f"{kind.__name__}{args}"
     found = stored.load(name)
     if found is None:

@@ -141,11 +141,11 @@ class PlacedExperts:
             packed = down.pack(rowwise.gated(hidden[:, :F], hidden[:, F:]))
             self._multiply([down], packed, self.y, np.arange(K))
         places = (self._program.places(tasks)[0] for tasks in self._tasks)
-        # Each run takes the tasks of its experts from a copy of all K tasks.
+        # A run may have fewer experts: it picks its tasks from a copy of all K tasks.
         self._calls = [(*place, tasks, tasks.copy()) for place, tasks in zip(places, self._tasks)]
 
     def _multiply(self, matrices, packed, y, rows):
-        """Record row ``rows[k]`` times expert k's matrices; the products lie side by side in y."""
+        """Record the products of row ``rows[k]`` and expert k's matrices, side by side in y."""
         K, n = len(rows), len(matrices)
         N = y.shape[1] // n
         numbers, at = quantized.in_order(n * K)

@@ -53,7 +53,7 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v must be contiguous."""
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
-    # Distances between tokens. If T = 1, only the batch axis has a meaningful stride.
+    # Distances between tokens. (If T = 1: between texts, since the time axis may have any stride.)
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),

@@ -1,7 +1,8 @@
 """Decoder layers that compute without MLX's graph, and ``use``, which puts kernels into a model.
 
-A layer's calls are recorded in a short pass of one text. Later passes of the same length take two
-or three native calls. A model's records share memory, so only one thread may call it at a time.
+A layer's native calls are recorded in a short pass of one text. Two or three calls repeat them in
+later passes of the same length. The records of a model share memory, so only one thread may call
+the model at a time.
 """
 
 import sys
@@ -92,8 +93,8 @@ class DeltaPass:
         kept = self._mixer.recorder is not None
         in_place = not kept and now.nbytes >= IN_PLACE_NBYTES
         if in_place:
-            # MLX writes a number into the state's memory if nobody else holds it, else into a copy.
-            # This pass alone holds the memory that MLX wrote to, which becomes the next state.
+            # MLX writes a number into the state's memory if nobody else holds that memory, else
+            # into a copy. Either way only this pass holds the result, which becomes the next state.
             state = to_mlx(now) if now.flags.owndata else mx.array(cache[1])
             del now
             cache[1] = None

@@ -179,7 +179,7 @@ def _bits(a):
 
 
 def owned(a: mx.array) -> mx.array:
-    """Return a view that keeps MLX from writing to ``a``'s memory; ``a`` if the view is a copy."""
+    """Return a view that keeps MLX from writing to ``a``'s memory; ``a`` if MLX makes a copy."""
     other = a.view(a.dtype)
     mx.eval(a, other)
     same = np.asarray(other).ctypes.data == np.asarray(a).ctypes.data
@@ -268,7 +268,7 @@ def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
 
 @cache
 def _is_mlp(cls):
-    """Whether a class's call is ``down(swiglu(gate(x), up(x)))``, found by a call with strings."""
+    """Whether a class computes ``down(swiglu(gate(x), up(x)))``; its code is run on strings."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:
         return False

@@ -1,8 +1,8 @@
 """Products of quantized or plain matrices with float32 rows, by kernels for this processor.
 
-A weight is unpacked once for up to four rows and never stored. Each output is computed by the same
-operations in the same order, whatever other rows, matrices and threads there are. MLX adds in
-another order, so its sums differ by rounding.
+A weight is unpacked once for up to four rows and never stored unpacked. Other rows, matrices and
+threads change neither the operations that compute an output nor their order. MLX adds in another
+order, so its sums differ by rounding.
 
 For affine weights, inputs are divided by a power of two and results are multiplied by it, so
 that sums overflow no earlier than MLX's. The division changes no bit of a result, unless an input
@@ -24,10 +24,10 @@ WORD = 32  # bits of a word of packed weights
 # Each mode's possible bits of a weight and group sizes. ``float`` is plain float32.
 FORMS = {"affine": ((2, 4, 8), (32, 64, 128)), "mxfp4": ((4,), (32,)), "float": ((32,), (1,))}
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # mxfp4's weights, without their sign
-# Keys: how many rows of x share an unpacked weight. Values: how many rows of weights are computed
-# side by side. These rows lie far apart, so that a processor prefetches several streams at once.
-# Two cores of a Xeon read weights from memory at 29 GB/s if a task takes four rows that lie far
-# apart, and at 16 GB/s if it takes two adjacent rows.
+# For each number of rows of x that share an unpacked weight: how many rows of weights are computed
+# side by side, then how many of those left over. Rows side by side lie far apart, so that a
+# processor prefetches several streams at once. Two cores of a Xeon read weights from memory at 29
+# GB/s if a task takes four rows that lie far apart, and at 16 GB/s if it takes two adjacent rows.
 ROWS = {4: (2, 1), 2: (2, 1), 1: (4, 1)}
 # The number of int64 fields of a task, which multiplies rows of x with one matrix. Eight are
 # addresses: weights, scales, biases, x, sums of x, y, the task's row numbers in x, and those in y.
@@ -48,7 +48,7 @@ def supported(bits: int, group_size: int, inputs: int, mode: str = "affine") -> 
 
 
 def divisor(mode: str, bits: int) -> int:
-    """The divisor of inputs: a power of two, not below the sum of a word's affine weights."""
+    """The divisor of inputs: a power of two, at least what a word's affine weights add up to."""
     return (WORD // bits) << bits if mode == "affine" else 1
 
 
@@ -201,7 +201,7 @@ def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) ->
 
 
 class _Packer(Code):
-    """Packs rows x in the order of ``Packed``; a block has the L * n inputs of L words."""
+    """Packs rows x in the order of ``Packed``; a block has L words, so L * n inputs."""
 
     form = "bits inputs divisor"
     signature = "*x *packed *sums rows"

@@ -93,9 +93,9 @@ def route(logits: np.ndarray, top_k: int, normalize: bool) -> tuple[np.ndarray, 
 
 
 def combine(experts, scores, add=None, shared=None, gate=None) -> np.ndarray:
-    """Sum up each token's K rows of ``experts [n * K, D]``, times ``scores [n, K]``: ``[n, D]``.
+    """Multiply ``experts [n * K, D]`` by ``scores [n, K]``; sum up each token's K rows: ``[n, D]``.
 
-    Also add ``add [n, D]``, and ``shared [n, D]`` times the sigmoid of ``gate [n, 1]``, if given.
+    If given, ``add [n, D]`` is added, and ``shared [n, D]`` times the sigmoid of ``gate [n, 1]``.
     """
     (n, K), D = scores.shape, experts.shape[-1]
     y = empty(n, D)
@@ -308,7 +308,7 @@ class _Router(Code):
 
 
 class _Combination(Code):
-    """Sums up K experts' rows, times their scores, and the rows that ``combine`` may add."""
+    """Computes ``combine``: a sum of K experts' rows, each times its score, and of added rows."""
 
     form = "D K has_add has_shared has_gate"
     signature = "*experts *scores *add *shared *gate *y rows"

@@ -1,8 +1,8 @@
 """A team of threads that wait for work in native code, so that sharing even little work pays.
 
-Handing work to a Python thread takes 7 to 12 us, to the team 1.5 us (two cores of an AMD EPYC).
-The caller and the threads take one piece of a kernel's work after another. A thread without work
-looks for work for ``SPIN_S`` seconds, then sleeps. If the team is busy, a caller computes alone.
+To hand work to a Python thread takes 7 to 12 us; to the team, 1.5 us (two cores of an AMD EPYC).
+The caller and the threads each take piece after piece of a kernel's work. A thread that finds no
+work looks for it for ``SPIN_S`` seconds, then sleeps. If the team is busy, a caller computes alone.
 """
 
 import atexit
@@ -66,7 +66,7 @@ class Program:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block, this thread's calls of ``run`` are recorded and not made."""
+        """Inside the block, this thread's calls of ``run`` are recorded and compute nothing."""
         code.recording.program = self
         try:
             yield
@@ -265,7 +265,7 @@ class _Lead(_Shared):
 
 
 class _Serve(_Shared):
-    """Takes pieces until it has looked ``spins`` times in a row and found none."""
+    """Takes pieces until it has found none in ``spins`` looks in a row."""
 
     signature = "team spins"
 

@@ -1,4 +1,4 @@
-"""DFlash: a small bidirectional transformer reads target layers' outputs and drafts a whole block.
+"""DFlash: a small bidirectional transformer drafts a block at once, from target layers' outputs.
 
 Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.06036). z-lab's
 published drafts load as they are. In shapes, b is the block size, n the number of layers read.
@@ -74,7 +74,7 @@ class DFlashArgs(qwen3.ModelArgs):
 
 
 def default_layer_ids(num_draft_layers: int, num_target_layers: int) -> list[int]:
-    """The target layers that a draft reads by default: spread over 1 to L - 3, or only L // 2."""
+    """The target layers that a draft reads by default: spread over 1 to L - 3; if one, L // 2."""
     if num_draft_layers == 1:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_draft_layers - 1)
@@ -133,7 +133,7 @@ class DFlashDraft:
 
     It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
     its target's dtype. If a target has the fast kernels, the draft gets them too and keeps them.
-    ``block_size`` is the draft's block size in training, with the last accepted token included.
+    ``block_size`` is the length of a block in training; its first token is the last accepted one.
     For the methods see ``drafts.Draft``.
 
     Args:

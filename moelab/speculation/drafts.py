@@ -19,7 +19,7 @@ Choose = Callable[[mx.array], mx.array]
 
 class Draft(Protocol):
     """Guesses the target's next tokens. The guesses decide the speed. They change the text only
-    where a pass over several positions rounds differently from a pass over one.
+    if a pass over several positions rounds differently from a pass over one position.
 
     A draft serves one sequence, B = 1. A round has three steps: ``propose``; one pass of the target
     over ``[last, *proposed]``; ``extend`` with the pass's accepted tokens, ``last`` first. ``last``
@@ -31,7 +31,7 @@ class Draft(Protocol):
     """Decoder layers of the target whose outputs the draft reads (0: the first); () for none."""
 
     cache: list
-    """The draft's state as mlx-lm caches, which can be saved; [] for none. ``bind`` sets them."""
+    """The draft's state as mlx-lm caches, which can be saved; [] for none. Set by ``bind``."""
 
     verify_tokens: int
     """The most tokens of a verify pass; ``load(draft=)`` reserves memory for their states."""
@@ -40,7 +40,7 @@ class Draft(Protocol):
         """Make caches for a new sequence, in the order of ``cache``; [] for none."""
 
     def read_zeros(self) -> list:
-        """Return unevaluated caches of two tokens; ``load(draft=)`` sizes longer caches by them."""
+        """Return unevaluated caches of two tokens, from which ``load`` estimates longer caches."""
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         """Start a sequence for a target, or go on from the state in ``cache``.
@@ -59,7 +59,7 @@ class Draft(Protocol):
     def propose(self, last: int, n: int, choose: Choose) -> mx.array:
         """Guess at most ``n`` tokens that follow ``last``: uint32 ``[<= n]``.
 
-        With n = 0 the draft only brings ``cache`` up to date: it reads the tokens of ``extend``,
+        If n = 0, the draft only brings ``cache`` up to date: it reads the tokens of ``extend``, but
         not ``last``. ``choose`` turns logits ``[k, V]`` into tokens ``[k]``, lazily, with the
         caller's sampler and the random numbers that the target will draw at the same positions.
         Call ``choose`` for the positions in order, one row or several at a time.
@@ -143,7 +143,7 @@ class TokenCache:
 
 
 class LookupDraft:
-    """Proposes what followed the last tokens earlier in the text (prompt lookup, Saxena 2023).
+    """Prompt lookup (Saxena 2023): proposes what followed an earlier occurrence of the last tokens.
 
     It needs no model, and is good where text repeats itself. It takes the longest of the latest 16
     matches, and the latest of equally long matches. It proposes at most half as many tokens as the
@@ -216,7 +216,7 @@ class BoundDraft:
 
     @property
     def is_bound(self) -> bool:
-        """Whether no other generation has bound the draft since."""
+        """Whether no later generation has bound the draft."""
         return vars(self._draft)["_bound"]() is self
 
     def extend(self, tokens: mx.array, features: mx.array | None) -> None:

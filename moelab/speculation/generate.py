@@ -1,7 +1,7 @@
 """Speculative decoding: a pass of the target gives several tokens, and the text is mlx-lm's.
 
-The text is that of ``mlx_lm.stream_generate`` with the same ``mx.random.seed``, at any temperature
-and with any draft, except for rounding in longer passes. A round of ``_Rounds`` has these steps:
+At any temperature and with any draft, the text is that of ``mlx_lm.stream_generate`` with the same
+``mx.random.seed``, except for rounding in longer passes. A round of ``_Rounds`` has these steps:
 
     ask the policy     how many tokens to draft, 0 included             (``policy``)
     propose            the draft guesses these tokens                   (``drafts``, ``dflash``)
@@ -46,7 +46,7 @@ class Round:
     drafted: int = 0  # tokens that the draft proposed
     accepted: int = 0  # accepted drafts; the token that the target adds does not count
     draft_s: float = 0.0  # seconds until the drafts were there
-    verify_s: float = 0.0  # seconds of the verify pass; without drafts: until a token came
+    verify_s: float = 0.0  # seconds of the verify pass; if nothing was drafted, until a token came
 
 
 @dataclass
@@ -74,7 +74,7 @@ def speculative_generate(
         tokenizer (TokenizerWrapper): Its tokenizer.
         prompt (str | mx.array | list[int]): Text or token ids.
         draft (Draft): A ``LookupDraft()``, ``ModelDraft``, ``DFlashDraft`` or ``MTPDraft``, or
-            anything with their methods.
+            another object with the methods of ``Draft``.
         max_tokens (int): The most tokens to generate; -1 for no limit. Default: ``256``.
         stream (mx.Stream): Where to compute. Default: mlx-lm's.
         num_draft_tokens (int | str | Policy): The most drafts in a round; 0 for none. ``auto``
@@ -194,7 +194,7 @@ class _Proposal:
     begin: float
     asked: int
     guesses: list[int]
-    missed_s: float  # seconds in which the draft caught up with undrafted tokens
+    missed_s: float  # seconds in which the draft first read tokens that it had not drafted
     draft_s: float  # seconds until the guesses were there, ``missed_s`` included
 
 
@@ -210,7 +210,7 @@ class _Rounds:
         self._left = max_tokens if max_tokens >= 0 else float("inf")
         self._number = 0  # the round's number
         self._missed = 0  # tokens since the draft was last asked; it has not read them
-        self._in_flight = False  # the last round, without drafts, began to compute this token
+        self._in_flight = False  # whether the last round, without drafts, began this round's token
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
         """Yield ``speculative_generate_step``'s tuples."""
@@ -352,7 +352,7 @@ class _Target:
         self._read = None
 
     def finish(self, unread: mx.array | None) -> None:
-        """Leave only tokens that the caller took in the caches; then read ``unread``, if given."""
+        """Leave in the caches only tokens that the caller took; then read ``unread``, if given."""
         if self._read is not None:
             self.keep(self.accepted)
         if self._given is None:

@@ -37,8 +37,9 @@ PARTS = {
 # Keys that give a family's model one layer, with full attention and experts.
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
-# A norm with a mean below these is stored as weight - 1. Published heads of Qwen3.5 and 3.6 have a
-# mean weight of 1.7 (q, k) or 0.9 (layernorm). Their mean of weight - 1 is at most 0.8 or 0.4.
+# A norm whose stored mean is below its number is stored as weight - 1. In published heads of
+# Qwen3.5 and 3.6 a mean weight is 1.7 (q, k) or 0.9 (layernorm), a mean of weight - 1 is at most
+# 0.8 (q, k) or 0.4 (layernorm).
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}
 
 
@@ -48,7 +49,7 @@ class Head:
     def __init__(self, args):
         super().__init__(args)
         _, trunk = _trunk(self)
-        # Keep the trunk: a search takes 0.3 ms. ``__dict__`` hides it from the child modules.
+        # Keep the trunk: a search takes 0.3 ms. In ``__dict__`` the trunk is no child module.
         self.__dict__["trunk"] = trunk
         D = trunk.embed_tokens.weight.shape[-1]
         for module in self.modules():
@@ -109,7 +110,7 @@ def _less_one(name: str, norms: dict[str, mx.array]) -> bool:
     mean, least = w.mean().item(), (m for part, m in LEAST_MEAN.items() if part in name)
     if (w < 0).mean().item() > 0.02:  # hardly any weight is negative
         return True
-    # Published means of final norms overlap: weight - 1 has means up to 2.6, weight from 2.2 on.
+    # Published final norms overlap: means of weight - 1 go up to 2.6, means of weight down to 2.2.
     if name.endswith(".norm.weight") and mean > 1:
         return _less_one("norm_embedding.weight", norms)
     return mean < next(least, 0)
@@ -168,7 +169,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
         if "text_config" in config:
             changes = {"text_config": config["text_config"] | ONE_LAYER}
         if "quantization" in config or "quantization_config" not in config:
-            # Drop the settings of single modules: their names differ, and mlx-lm infers the bits.
+            # Drop single modules' settings: the modules' names differ, and mlx-lm infers the bits.
             said = config.get("quantization", {"group_size": 64, "bits": 4})
             changes["quantization"] = {k: v for k, v in said.items() if type(v) in (int, str)}
 

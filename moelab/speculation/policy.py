@@ -12,7 +12,7 @@ GAIN = 1.03  # a number of drafts must promise this many times the undrafted spe
 # drafts. The number of rounds doubles each time, up to 64.
 REFRESH_ROUNDS, REFRESH_TOKENS = (8, 64), 2
 MIN_PLAIN_TOKENS = 4  # undrafted tokens that are timed before drafting is compared with them
-ASK_EVERY = 4  # tokens between two decisions whether to draft, as a decision costs time too
+ASK_EVERY = 4  # tokens between two decisions whether to draft: a decision costs time, too
 COMPILE_FACTOR = 4  # a first draft that takes this many times its estimate was compiling kernels
 FORGET_PLAIN = 0.995  # weight of earlier acceptance after an undrafted token: the text may change
 FORGET_ROUND = 0.97  # weight of earlier acceptance after a round with drafts
@@ -20,8 +20,8 @@ FORGET_ROUND = 0.97  # weight of earlier acceptance after a round with drafts
 # Before anything is known, 4 of 5 drafts count as accepted. Each position starts as if it had been
 # tried twice, with the overall rate of acceptance.
 PRIOR_ACCEPTED, PRIOR_TRIED, PRIOR_AT_POSITION = 4, 5, 2
-# Assumed cost of each further position of a verify pass, before such a pass is measured: 0.65 times
-# a prompt's position, or a third of a plain token if no prompt was timed.
+# Until a verify pass has been measured, each position but its first is assumed to cost 0.65 times
+# as much as a prompt's position, or a third of a plain token if no prompt was timed.
 VERIFY_OVER_PROMPT, TOKEN_OVER_VERIFY = 0.65, 3
 MIN_PROMPT_TOKENS = 32  # shorter parts of a prompt are not timed: their cost is mostly fixed
 NUM_TIMES = 16  # latest times, of which a median or minimum is taken
@@ -29,17 +29,17 @@ NUM_TIMES_EACH = 8  # latest times that are kept for each number of drafts or po
 
 
 class Policy:
-    """Chooses the number of drafts that promises most tokens a second, 0 included.
+    """Chooses the number of drafts, 0 included, that promises the most tokens a second.
 
     The cost of a round is the time to draft n tokens and to verify n + 1 positions, measured or
     estimated from other n. The round brings 1 + a1 + a1 a2 + ... tokens, where ai is the acceptance
     rate of the i-th draft after accepted drafts.
 
     The loss is the time of the rounds with drafts, less the time of the same number of tokens
-    without drafts. A round drafts only if the loss stays within a limit, even if nothing is
-    accepted. The limit is ``risk`` times the time of the text without drafts (of at least
-    ``horizon`` tokens, or ``max_tokens`` if fewer). Time won in earlier texts raises the limit, at
-    most to its double.
+    without drafts. A round drafts only if the loss would stay within a limit with no draft
+    accepted. The limit is ``risk`` times the time of the text without drafts, where the text counts
+    as at least ``horizon`` tokens (``max_tokens`` if fewer). Time won in earlier texts raises the
+    limit, at most to its double.
 
     One object serves one target and draft, and keeps what it has learned from text to text.
     """
@@ -48,7 +48,7 @@ class Policy:
         if max_draft_tokens < 1:
             raise ValueError(f"max_draft_tokens: expected at least 1, got {max_draft_tokens}.")
         self.risk, self.horizon = risk, horizon
-        # Blocks of 2, 4, 8, 16 tokens: few sizes, as a device may compile its kernels for each.
+        # Blocks of 2, 4, 8, 16 tokens: few sizes, because a device may compile kernels for each.
         powers = (2**i - 1 for i in range(1, max_draft_tokens.bit_length()))
         self._numbers = sorted({*powers, max_draft_tokens})
         self._unused = set(self._numbers)  # numbers of drafts that were not tried yet
@@ -141,7 +141,7 @@ class Policy:
             gain = tokens[n] * self.plain_s / cost_s
             if n <= most and gain > GAIN:
                 promising.append((gain, -n, missed_s + cost_s - self.plain_s))
-        # Try half of ``left_s`` first, so that drafts become shorter after losses before they stop.
+        # Try half of ``left_s`` first: so, after losses, drafts become shorter before they stop.
         for share in (0.5, 1):
             affordable = [p for p in promising if p[2] <= share * left_s]
             if affordable:
@@ -171,7 +171,7 @@ class Policy:
 
     def draft_s(self) -> list[float]:
         """Seconds to draft each number of tokens that may be drafted; 0 before the first draft."""
-        # A single timed number stands for all numbers, as one pass may draft a block of any length.
+        # If one number was timed, its time stands for all: one pass may draft blocks of any length.
         return self._draft_s.at(self._numbers, {} if self._draft_s.medians else {0: 0.0})
 
     def missed_s(self, num_tokens: int) -> float:

@@ -30,8 +30,8 @@ class Form(NamedTuple):
     axis: int  # the output's time axis
 
 
-# Keys are functions that a layer's module imports; ``ssm_step`` is a layer's method. ``Rollback``
-# restores the states of a family whose recurrence is missing here. The test
+# Keys are functions that a layer's Python file imports, and the layer's method ``ssm_step``. If a
+# family's recurrence is missing here, ``Rollback`` uses the strategy ``restore``. The test
 # ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/drafting.py`` names the family.
 RECURRENCES = {
     "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
@@ -232,7 +232,7 @@ class Recorder:
 
 @contextmanager
 def recording(recorders: list[Recorder], keep_states: bool):
-    """Yield a pass's tapes by cache id. They keep all states if ``keep_states``, else inputs."""
+    """Yield a pass's tapes by cache id. A tape keeps states if ``keep_states``, else inputs."""
     tapes = {}
     try:
         for recorder in recorders:

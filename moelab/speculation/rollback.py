@@ -7,8 +7,8 @@ text. ``Rollback`` has three strategies to get the state after fewer tokens:
     replay    keep a recurrence's inputs, and run the recurrence alone, without weights and experts
     states    keep the state after every token (but ``kernels.gated_delta`` uses replay)
 
-``states`` costs memory. It also costs time for Mamba 2 and on Metal, where mlx-lm otherwise
-computes several tokens together. ``auto`` is ``restore`` for an unknown recurrence, ``replay`` on
+``states`` costs memory. For Mamba 2 and on Metal it also costs time: otherwise mlx-lm computes
+several tokens together there. ``auto`` is ``restore`` for an unknown recurrence, ``replay`` on
 Metal or for states of more than ``STATES_NBYTES``, and otherwise ``states``.
 """
 
@@ -137,7 +137,7 @@ class Rollback:
         return not on_metal() and current.num_tokens * state_nbytes <= STATES_NBYTES
 
     def _check_tapes(self, current) -> bool:
-        """Whether the tapes give, for a whole pass, the arrays that the caches hold after it."""
+        """Whether the tapes, asked for a whole pass, give the arrays that the caches now hold."""
         equal = [
             mx.array_equal(a, b)
             for tape in current.tapes.values()

@@ -55,7 +55,7 @@ class Chooser:
             set_state(before)
 
     def commit(self, tokens: mx.array) -> None:
-        """Accept ``tokens``: the first of the tokens that the last call chose."""
+        """Accept ``tokens``, the first ones that the last call chose."""
         if self._processors:
             self._tokens = mx.concatenate([self._tokens, tokens])
         if self._random and tokens.size < len(self._keys):

@@ -114,7 +114,7 @@ def _most_chosen(checkpoint, model, modules):
 
 
 def _checked_top_k(checkpoint, config, model, modules, found, always):
-    """Check K against the numbers of experts and slots; return the K that the router uses."""
+    """Check that K fits the experts and the slots; return the K that the router uses."""
     file, E = checkpoint.path / "config.json", min(num_experts(m) for _, m in modules)
     K = config.top_k if config.top_k is not None else found[2] if found else 1
     if not 1 <= K <= E:
@@ -139,7 +139,7 @@ def _checked_top_k(checkpoint, config, model, modules, found, always):
 
 
 def _cast(model, modules, config, dtype):
-    """Cast the model's floating parameters to a type, except those that keep their own."""
+    """Cast a model's floating parameters to ``dtype``; some parameters keep their own type."""
     keep = getattr(model, "cast_predicate", lambda name: True)
     taken = _half_scales(modules, config) if dtype == mx.float32 else ()
 

@@ -12,7 +12,7 @@ from ..checkpoint import MAX_DIMENSION
 
 MODES = ("resident", "serial", "buffers", "stacked", "fused")
 SLOT_MODES = ("stacked", "fused")  # the modes that keep S slots in every layer
-FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # for fields without effect if slots are given
+FOR_AUTO = {"modes": SLOT_MODES, "for_auto": True}  # for fields that matter only with slots auto
 # Upper bounds: more bytes than any machine has, more threads than any disk needs.
 MOST_NBYTES, MOST_THREADS = 2**63 - 1, 1024
 # SwiftLM's environment variables, and the field that ``StreamConfig.from_env`` sets from each.
@@ -103,16 +103,17 @@ class StreamConfig:
     readers: int = _option(
         8,
         "reads in flight at once (default: {default})",
-        "Threads that read what a layer waits for; as many more threads read ahead. On Linux, with "
-        "slots and more than one reader, all reads of a small call may be in flight at once.",
+        "Threads that read what a layer waits for; the same number of other threads read ahead. On "
+        "Linux, with slots and more than one reader, all reads of a small call may be in flight.",
         bounds=(1, MOST_THREADS),
         modes=("buffers", *SLOT_MODES),
     )
     reads: str = _option(
         "auto",
         "cached: through the page cache; direct: past it (default: {default})",
-        "direct (on Linux, with llvmlite; else as cached): a read takes less of a core's time, and "
-        "leaves nothing in the page cache. auto: as Plan.direct says, and cached without a plan.",
+        "direct (on Linux, with llvmlite; elsewhere the same as cached): a read takes less of a "
+        "core's time, and leaves nothing in the page cache. auto: as Plan.direct says, or cached "
+        "if there is no plan.",
         choices=("auto", "cached", "direct"),
         modes=SLOT_MODES,
     )
@@ -130,10 +131,10 @@ class StreamConfig:
         "auto",
         "whom to ask for experts to read early: router (the layer's own), lookahead (the next "
         "layer's router), none or auto (default: {default})",
-        "router asks a layer's router before its attention or recurrence, in a short call of one "
-        "text, where the fast kernels compute the whole layer; lookahead gives this layer's hidden "
-        "state to the next layer's router; oracle takes a recorded trace. auto: short calls "
-        "alternate between none and router (on a Mac's GPU lookahead), and the faster stays; none "
+        "router asks a layer's router before the layer's attention or recurrence, in a short call "
+        "of one text, if the fast kernels compute the whole layer; lookahead gives this layer's "
+        "hidden state to the next layer's router; oracle takes a recorded trace. auto: short calls "
+        "alternate between none and router (lookahead on a Mac's GPU), and the faster stays; none "
         "on CUDA, with ranks, with source host and with a slot for every expert.",
         metavar="WHICH",
         choices=("auto", "none", "router", "lookahead", "oracle"),
@@ -169,8 +170,8 @@ class StreamConfig:
         "It matters with the fast kernels: logits that waited are computed by MLX's slow kernels "
         "and differ by rounding. A call of more than Plan.prompt_tokens tokens is divided, and the "
         "logits of all parts but the last always wait. For the resident model's bits at every "
-        "position, call the model with at most so many tokens at once (on a CPU: MLX's kernels for "
-        "GPUs round calls of other lengths differently).",
+        "position, call the model with at most Plan.prompt_tokens tokens at once, on a CPU (MLX's "
+        "kernels for GPUs round calls of other lengths differently).",
         command=False,
     )
 
@@ -236,7 +237,7 @@ class StreamConfig:
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` chooses the slots, and
         ``SWIFTLM_TOP_K`` chooses the top-k. ``fields`` override the variables.
         """
-        given = {}  # for each field, the variables that are set, and their numbers
+        given = {}  # for each field, the numbers of the variables that are set
         for variable, name in ENVIRONMENT.items():
             least, most = OPTIONS[name].bounds or (0, 1)
             if (text := os.environ.get(variable)) is None:

@@ -20,9 +20,9 @@ class Counters:
     bytes_read: int = 0
     read_s: float = 0.0  # seconds in reads, summed over the threads
     wait_s: float = 0.0  # seconds in which the model waited for reads
-    # These count prefetches that began in this phase. The call that needs a prefetched expert may
-    # be in the other phase.
-    prefetch_issued: int = 0  # guessed experts; reads that did not begin in time were cancelled
+    # Of prefetches that began in this phase. The call that needs a prefetched expert may be in the
+    # other phase.
+    prefetch_issued: int = 0  # guessed experts, also those whose reads were then cancelled
     prefetch_used: int = 0  # prefetched experts that their call needed; they also count as hits
     prefetch_late: int = 0  # used experts whose read had not ended when their call began
     prefetch_wasted: int = 0  # prefetched experts that their call did not need
@@ -47,7 +47,7 @@ class Stats:
     # Of calls with several tokens of a text: prompts, verify passes.
     prefill: Counters = field(default_factory=Counters)
     decode: Counters = field(default_factory=Counters)  # of calls with one token of each text
-    # How many modules compute with the ``fast`` kernels and with ``mlx``'s; {} with kernels="mlx".
+    # How many modules compute with each kind of kernels, ``fast`` or ``mlx``; {} if kernels="mlx".
     kernels: dict[str, int] = field(default_factory=dict, compare=False)
 
 

@@ -1,7 +1,7 @@
 """Moves experts' bytes to a CUDA GPU, and routing to the host, through pinned memory.
 
-MLX arrays that the host writes move to the GPU by page faults. This takes 0.5 ms for a MB of
-experts; the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. So this module has kernels
+An MLX array that the host wrote moves to the GPU by page faults: 0.5 ms for a MB of experts, for
+which the bus needs 0.03 ms. Reading a layer's routing takes 0.15 ms. So this module has kernels
 that copy experts and routing, as operations of MLX's graph. The kernel that copies experts starts
 before the reads have ended, and waits on the GPU for each read. The kernels need
 ``cuda-bindings``; ``MOELAB_CUDA_COPIES=0`` turns them off.
@@ -28,7 +28,7 @@ except ImportError:  # an optional package
 
 # This many expert numbers fit into a mailbox: a call of 512 tokens with K = 8.
 MAILBOX_SIZE = 4096
-# The most copies of one kernel, and the bytes that one of its blocks copies at once.
+# The most copies that a kernel makes, and the bytes that a block of the kernel copies at once.
 MAX_COPIES, CHUNK_NBYTES = 512, 16 * 1024
 # Threads of a kernel's block, and blocks of a kernel that copies: an H200 has 132 multiprocessors.
 THREADS, NUM_COPYING = 256, 132
@@ -58,7 +58,7 @@ def _checked(result, message=None):
 
 
 class Pinned:
-    """Memory of the host that never moves and that the GPU reads and writes at one address."""
+    """Memory of the host that never moves, and that the GPU reads and writes at ``address`` too."""
 
     def __init__(self, nbytes: int):
         self.address = _checked(runtime.cudaHostAlloc(nbytes, runtime.cudaHostAllocDefault))
@@ -162,7 +162,7 @@ class Mailbox:
 
     def collect(self, indices: mx.array) -> np.ndarray:
         """Wait for the numbers of the array that was posted last; return a uint32 copy of them."""
-        words = self._words  # polled, as MLX's ``eval`` would sleep
+        words = self._words  # polled, because MLX's ``eval`` would sleep
         end = time.perf_counter() + PATIENCE_S
         while not words[0]:
             if time.perf_counter() > end:
@@ -200,7 +200,7 @@ class Mailbox:
         return self._sent
 
     def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
-        """Make at most ``MAX_COPIES`` copies after ``after``; return a zero ``[1]`` after them."""
+        """Copy (at most ``MAX_COPIES``) after ``after``; return a zero ``[1]`` that needs them."""
         return self.send(np.zeros(1, np.uint32), self._one, copies, after)
 
     def wait(self) -> None:
@@ -215,7 +215,7 @@ class Mailbox:
 
 
 class Handover:
-    """Hands slot numbers to MLX, by pinned memory if possible; keeps arrays that read slots."""
+    """Hands slot numbers to MLX, through pinned memory if possible. Keeps what reads slots."""
 
     def __init__(self, through_pinned: bool):
         self.mailbox = Mailbox() if through_pinned and available() else None
@@ -225,7 +225,7 @@ class Handover:
     def to_device(
         self, numbers: np.ndarray, indices: mx.array, copies: Sequence[Copy] = ()
     ) -> mx.array:
-        """Return host numbers as uint32; the GPU makes ``copies`` before it reads the numbers."""
+        """Return ``numbers`` as a uint32 array; the GPU makes ``copies`` before it reads them."""
         if self.mailbox and numbers.size <= MAILBOX_SIZE:
             return self.mailbox.send(numbers, indices, copies)
         return kernels.to_mlx(numbers)

@@ -14,7 +14,7 @@ from .reading.ranges import Ranges
 from .reading.reader import Reader
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-HOT_NBYTES = 64 << 20  # a table's rows that were used last stay in memory, up to this many bytes
+HOT_NBYTES = 64 << 20  # up to this many bytes of a table stay in memory: the rows used last
 ROW_NBYTES = 200  # bytes that Python takes beside each row in memory
 
 
@@ -70,7 +70,7 @@ class DiskEmbedding(nn.Module):
 
 
 class _Places:
-    """Finds a table's rows in the tensors of the table's shards, by the parameters' names."""
+    """Finds a table's rows on disk. ``places`` has each shard's tensors by parameter name."""
 
     def __init__(self, shards, places):
         self.starts = np.cumsum([0] + [len(shard.weight) for shard in shards])

@@ -20,13 +20,13 @@ from .disk_embedding import DiskEmbedding
 from .residency.bank import slot_nbytes
 
 # A decoding call has at most this many tokens: one of each text in a batch, or one and its drafts.
-# A longer call is a prompt: it borrows memory of slots, and its states are evaluated on the way.
+# A longer call is a prompt: it borrows memory of slots, and evaluates recurrent states on the way.
 FEW_TOKENS = 64
 # A prompt is computed in chunks of at most this many tokens, mlx-lm's own number.
 PROMPT_TOKENS = 2048
-# A layer without its experts keeps arrays of the hidden size for a token: ``BLOCK_VALUES`` arrays
+# Beside its experts' arrays a layer keeps for each token ``BLOCK_VALUES`` arrays of the hidden size
 # with MLX's kernels, ``STREAM_VALUES`` arrays with the fast kernels. The fast kernels also keep
-# the results of the layer's other matrices, ``BLOCK_COPIES`` times.
+# ``BLOCK_COPIES`` times the results of those matrices that belong to no routed expert.
 BLOCK_VALUES, STREAM_VALUES, BLOCK_COPIES = 16, 8, 3
 LINEARS = (nn.Linear, nn.QuantizedLinear)
 
@@ -50,14 +50,14 @@ class ModelFacts:
     slots: int = 0  # S, or the experts that a layer keeps in a mode without slots; 0 before a plan
     num_blocks: int = 0  # all layers, those without experts as well
     dtype: mx.Dtype = mx.float32  # of the activations
-    table_nbytes: int = 0  # the embeddings on disk, if no head shares them: a token needs one row
+    table_nbytes: int = 0  # embeddings on disk (0 if tied to the head): a token needs one row
     backbone_nbytes: int = 0  # all but the experts; a table on disk counts with its rows in memory
     resident_nbytes: int = 0  # the experts' parameters that stay in memory for all E, beside slots
     caches_nbytes: int = 0  # key-value caches and states of ``StreamConfig.context`` tokens
     states_nbytes: int = 0  # the recurrent states of a text
     token_nbytes: int = 0  # to compute one token of a prompt
     token_logits_nbytes: int = 0  # logits of one token, if all logits of a prompt are computed
-    logits_nbytes: int = 0  # otherwise the logits of ``FEW_TOKENS`` tokens
+    logits_nbytes: int = 0  # logits of ``FEW_TOKENS`` tokens, if the logits of a prompt wait
 
     @classmethod
     def of(
@@ -106,7 +106,7 @@ class ModelFacts:
 
     @property
     def dense_nbytes(self) -> int:
-        """Checkpoint bytes without the experts and without embeddings that are not the head."""
+        """Bytes of the checkpoint, less the experts and less embeddings that are not the head."""
         experts = self.num_layers * self.num_experts * self.expert_nbytes
         return self.checkpoint_nbytes - experts - self.table_nbytes
 
@@ -116,7 +116,7 @@ class ModelFacts:
         return self.dense_nbytes + self.num_layers * self.top_k * self.expert_nbytes
 
     def few_nbytes(self, tokens: int) -> int:
-        """The bytes of arrays and logits for ``tokens`` of a call, at most ``FEW_TOKENS``."""
+        """The bytes of arrays and logits for ``tokens`` tokens, but at most ``FEW_TOKENS``."""
         return min(tokens, FEW_TOKENS) * self.token_nbytes + self.logits_nbytes
 
     def arrays_nbytes(self, tokens: int) -> int:
@@ -157,7 +157,7 @@ def facts_of(
     ]
     dtype = _activation_dtype(model)
     token = _token_values(model, linears, checkpoint, config, top_k) * dtype.size
-    each = few = 0  # bytes of one token's and few tokens' logits; fast kernels also copy logits
+    each = few = 0  # bytes of logits: of one token, of FEW_TOKENS; fast kernels also copy them
     if config.kernels == "fast" and logits is not None:
         each = 2 * logits.shape[-1] * dtype.size
         each, few = (0, FEW_TOKENS * each) if config.lazy_logits else (each, 0)
@@ -225,7 +225,7 @@ def _grown(cache, context):
 
 
 def _token_values(model, linears, checkpoint, config, top_k):
-    """Estimate how many values a token takes in the largest layer, 10 to 30% over measurements."""
+    """Estimate a token's values in the largest layer: 10 to 30% more than was measured."""
     fast, most = config.kernels == "fast", 0
     text = checkpoint.config.get("text_config") or checkpoint.config
     given = (text.get(key) for key in ("num_attention_heads", "hidden_size"))

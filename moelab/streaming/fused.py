@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import (
 
 from .. import kernels
 
-SORTED_ROWS = 64  # SwitchGLU sorts at least this many (token, expert) pairs by expert
+SORTED_ROWS = 64  # SwitchGLU sorts (token, expert) pairs by expert if there are so many or more
 
 
 class FusedSwitchGLU(nn.Module):
@@ -53,7 +53,7 @@ class PaddedLinear(QuantizedSwitchLinear):
 
 
 def give_room(module: nn.Module) -> None:
-    """Turn projections too short for MLX's CUDA kernel into ``PaddedLinear``; pad their weights."""
+    """Where rows are too short for MLX's CUDA kernel, pad weights and use ``PaddedLinear``."""
     for linear in module.modules() if mx.cuda.is_available() else ():
         quantized = type(linear) is QuantizedSwitchLinear
         if quantized and linear.input_dims < TILES * max(TILE, linear.group_size):

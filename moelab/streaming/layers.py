@@ -21,7 +21,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows with which S slots run the kernel of ``size`` rows of E experts."""
+    """The fewest and most rows for which S slots get the kernel of E experts and ``size`` rows."""
     # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
     # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
@@ -241,7 +241,7 @@ class Stacked(StreamedExperts, kernels.FastExperts):
 
 
 class Parts(Pairs):
-    """Pairs that MLX computes part by part into ``computed``; all ranks have ``size`` pairs."""
+    """Pairs that MLX computes part by part into ``computed``; ``size``: the pairs of all ranks."""
 
     def __init__(self, x: mx.array, routed: np.ndarray, layer: StreamedExperts, size: int = 0):
         super().__init__(routed)
@@ -267,7 +267,7 @@ class Parts(Pairs):
             its = its if arrived.after is None else its + arrived.after
             part = kernels.to_mlx(part.astype(np.int32))
             y = arrived.bank.experts(rows[part // self.shape[-1]], its[:, None])
-            self.computed.append(mx.contiguous(y[:n]) if more else y)  # y's memory goes
+            self.computed.append(mx.contiguous(y[:n]) if more else y)  # a copy, to free y
         return self.computed[before:]
 
     def result(self) -> mx.array:
@@ -278,9 +278,9 @@ class Parts(Pairs):
 
 
 class Buffers(StreamedExperts):
-    """Read K experts at a time into K buffers, anew for each token (as in SwiftLM's PR 26).
+    """Reads K experts at a time into K buffers, anew for each token (as in SwiftLM's PR 26).
 
-    Mode ``serial`` reads and computes one expert at a time (SwiftLM's first ``--stream-experts``).
+    Mode ``serial`` takes one expert at a time (as SwiftLM's ``--stream-experts`` did at first).
     """
 
     def __init__(self, module, path, layer, session):

@@ -60,8 +60,8 @@ class LoadedModel:
         return self._session.lock
 
     def __call__(self, inputs: mx.array, *args, **kwargs) -> mx.array:
-        # MLX would end the process for an id beyond the vocabulary. A single uint32 id comes from a
-        # sampler: a check would wait until the id is computed.
+        # For an id beyond the vocabulary MLX would end the process. A single uint32 id comes from a
+        # sampler, and is not checked: the check would wait until the id is computed.
         if inputs.shape[-1] > 1 or inputs.dtype != mx.uint32:
             check_tokens(inputs, self)
         with self._session.call():
@@ -86,7 +86,7 @@ class LoadedModel:
                 if not last:
                     mx.eval([c.state for c in cache])
                     return_free_memory()  # else the heap would grow a little with each part
-            # Begin here: another thread, which may run the next call, cannot compute lazy states.
+            # Begin to compute: another thread, which may run the next call, cannot begin that.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 
@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def _heads(self):
-        """Return the modules whose fast kernels compute logits; these kernels are never lazy."""
+        """Return the modules that compute logits by fast kernels, which are never lazy."""
         named = self.named_modules()
         words = {len(m["weight"]) for _, m in named if isinstance(m, EMBEDDINGS)}
         # A matrix in a layer may have as many rows as the vocabulary, but its path has a number.
@@ -352,7 +352,7 @@ def _stream(model, experts, session):
     model.update_modules(tree_unflatten(streamed))
     # Weak references: layers refer to the session, and a cycle would delay a model's deletion.
     session.layers = [weakref.proxy(module) for _, module in streamed]
-    if can_empty():  # on a GPU, MLX allocates the slots and the host must not touch them
+    if can_empty():  # not on a GPU: there MLX allocates the slots, and the host must not touch them
         _populate(session.residency.layers)
     modules = dict(model.named_modules())  # a block: router, experts and shared expert
     blocks = [weakref.proxy(modules[path.rpartition(".")[0]]) for path, _ in experts]
@@ -406,7 +406,7 @@ def close(model: nn.Module) -> None:
 
 
 def _read_experts(modules, facts, checkpoint, config):
-    """Read the experts' parameters that stay in memory, and return those that slots copy."""
+    """Read the experts' parameters that stay in memory; return them if slots copy from them."""
     if facts.scattered:
         raise CheckpointError(
             f"{checkpoint.path}: {facts.scattered[0]}: the bytes of an expert are not contiguous "

@@ -39,9 +39,9 @@ GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
 # whole: other programs have their own limits.
 SYSTEM_SHARE, SYSTEM_NBYTES = 10, 4_000_000_000
-# A chunk of a prompt may take 7/8 of the memory left for slots where slots lend their memory.
+# Where slots lend their memory, a chunk of a prompt may take 7/8 of the memory left for slots.
 # Elsewhere it may take 1/16 of all memory, or the bytes of 256 tokens if that is more, but at most
-# half of the memory left for slots. (Few tokens would be slow: a chunk reads nearly all experts.)
+# half of the memory left for slots. (A chunk reads nearly all experts, so few tokens are slow.)
 PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 # A prompt needs more than its arrays, because the C library keeps some freed arrays
 # (``memory.MAPPED_NBYTES``): 15 to 20 MB beside arrays of 97 MB.
@@ -66,7 +66,7 @@ class AnyDraft(Protocol):
 
 
 class DoesNotFit(ValueError):
-    """A model with K slots in each layer needs ``nbytes`` of memory, and may take less."""
+    """Even with K slots in each layer a model needs ``nbytes`` of memory, more than it may take."""
 
     def __init__(self, message: str, nbytes: int):
         super().__init__(message)
@@ -80,7 +80,7 @@ class Plan:
     facts: ModelFacts = field(repr=False)
     config: StreamConfig  # the given configuration, with these slots
     other_nbytes: int  # all that the process takes beside the slots while it decodes
-    reserved_nbytes: int = 0  # for a draft, or the caches of more texts
+    reserved_nbytes: int = 0  # for a draft, and for the caches of all texts but the first
     # Slots in use while a prompt is computed; the other slots lend the prompt their memory.
     prompt_slots: int = 0
     memory_nbytes: int = 0  # bytes that the process may take beside what it holds already
@@ -88,12 +88,12 @@ class Plan:
     process_nbytes: int = 0  # for the process itself
     prompt_nbytes: int = 0  # for computing ``prompt_tokens`` tokens at once
     # How many tokens of a prompt are computed at once. The model divides a longer call if the cache
-    # is its only other argument. The same ``prefill_step_size`` in mlx-lm saves memory of logits.
+    # is its only other argument. As mlx-lm's ``prefill_step_size`` this saves memory of logits.
     prompt_tokens: int = PROMPT_TOKENS
     # Whether experts are read past the page cache (Linux). With reads "auto" this is true on a CPU
     # with more than K slots, if the caller gives no ``memory_nbytes`` and the page cache would be
-    # small. A small page cache holds mostly experts that are in slots, too, and copies from the
-    # page cache take a core's time.
+    # small. Most experts in a small page cache are in slots, too, and copies from the page cache
+    # take a core's time.
     direct: bool = False
     reason: str = ""  # in one line
 
@@ -180,7 +180,7 @@ def plan_of(
     draft: AnyDraft | None = None,
     texts: int = 1,
 ) -> Plan:
-    """Make a plan from facts, for this rank's experts; ``most`` is another machine's memory."""
+    """Plan from facts, for this rank's experts; ``most`` limits a plan for another machine."""
     # A layer has E experts; this rank holds ``held`` of them.
     E = facts.num_experts
     held = int((ranks.owners(E) == ranks.rank).sum()) if ranks else E
@@ -291,7 +291,7 @@ def footprint(path: str | Path, config: StreamConfig | None = None) -> ModelFact
 
 
 def _filled(most, work, every, least):
-    """Return the bytes to fill: ``most.some``, raised to fit all experts or, failing that, K."""
+    """Return the bytes to fill: ``most.some``, or more if all experts, or else K, need more."""
     some, may_fill, most_for_least = (int(min(max(0, nbytes), MOST_NBYTES)) for nbytes in most)
     _, prompt, lendable = work(may_fill)
     need = every + prompt - lendable

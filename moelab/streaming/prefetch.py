@@ -22,13 +22,13 @@ from .trace import Trace
 from .trial import Trial
 
 # ``Router`` names an expert of a token's top-k if it is at least ``SURE`` times as probable as the
-# first expert outside the top-k. Measured with tiny-moe's held-out text and 16 of 64 slots: 84% of
-# the named experts that are in no slot are needed, and they are 61% of all misses. Without ``SURE``
-# these figures are 71% and 76%.
+# first expert outside the top-k. Measured with tiny-moe's held-out text and 16 slots for 64
+# experts: 84% of the named experts in no slot are needed; those are 61% of all misses. If
+# ``Router`` named the whole top-k, 71% would be needed: 76% of all misses.
 SURE = 1.5
-# ``Router`` reads the experts that it names in a layer if at least this share of its names there
-# was right so far. On a machine where reads take the cores' time, a wrong guess cost about twice
-# what a right guess gained (one run, n=4).
+# ``Router`` reads the experts that it names in a layer if, of the experts that it named there so
+# far, at least this share was needed. On a machine where reads take the cores' time, a wrong guess
+# cost about twice what a right guess gained (one run, n=4).
 WORTH = 0.66
 
 
@@ -56,7 +56,7 @@ class Lookahead(Prefetcher):
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         super().__init__(layers, blocks)
         for before, layer in pairwise(layers):
-            try:  # a block may need more than ``x``, or another width than the experts before it
+            try:  # a block may need more than ``x``, or an ``x`` of another width than experts get
                 self._ask(layer.index, mx.zeros((1, 1, before.input_dims), layer.session.dtype))
             except Exception as e:
                 raise ValueError(
@@ -133,14 +133,14 @@ class Router(Prefetcher):
         self._named, self._right = [()] * len(layers), [1.0] * len(layers)
 
     def choose(self, layer: int, likely: np.ndarray, p: np.ndarray) -> tuple[list[int], list[int]]:
-        """Return the ``likely`` experts ``[n, asks_early]`` to read, and those not to evict."""
+        """Of the ``likely`` experts ``[n, asks_early]``, return those to read and those to keep."""
         sure = p >= self._sure * p[:, self._next : self._next + 1]
         sure[:, self._top_k :] = False
         self._named[layer] = named = dict.fromkeys(likely[sure].tolist())
         return [*named] if self._right[layer] >= WORTH else [], likely.ravel().tolist()
 
     def learn(self, layer: int, needed: set[int]) -> None:
-        """Update the share of right names (a mean over some 16 calls) by the ``needed`` experts."""
+        """Update the share of named experts that are ``needed``, a mean over some 16 calls."""
         named, self._named[layer] = self._named[layer], ()
         if named:
             share = sum(e in needed for e in named) / len(named)
@@ -157,14 +157,14 @@ def auto(session: Session, blocks: list[nn.Module]) -> Prefetcher | None:
         return None
     if all(layer.table.num_slots >= layer.num_experts for layer in slots):
         return None  # all experts fit: none is missing once all have been read
-    with suppress(ValueError):  # this family's routers cannot be asked that way
+    with suppress(ValueError):  # the prefetcher cannot ask this family's routers
         return (Lookahead if mx.default_device() == mx.gpu else Router)(layers, blocks)
 
 
 class Auto:
     """Turns the prefetcher on and off from call to call, by a ``Trial`` for each number of tokens.
 
-    A short call is timed up to its last layer's experts: reads ahead change nothing after them.
+    A short call is timed up to its last layer's experts. After them reads ahead change nothing.
     """
 
     def __init__(self, residency: Residency, counting: Counting, starts: bool):

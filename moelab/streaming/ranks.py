@@ -29,8 +29,8 @@ from .. import kernels
 from ..checkpoint import Checkpoint, ExpertTensor, describe
 from .config import StreamConfig
 
-# A rank ends its own process if the others do not answer for this many seconds, as MLX cannot stop
-# waiting. (If a rank's process ends, the others notice at once.)
+# A rank ends its own process if the others do not answer for this many seconds, since MLX cannot
+# stop waiting. (If a rank's process ends, the others notice at once.)
 PATIENCE_S = 120  # in a layer: the others may have much to read and compute
 LOADING_S = 600  # while the others load
 SAY_S = 8  # after this many seconds of waiting for the others to load, a rank says so on stderr
@@ -92,7 +92,7 @@ class Ranks:
         self._group, self.rank, self.size = group, group.rank(), group.size()
         self._told = False  # whether the others know that something failed here
         self._calls = 0  # calls of ``join`` and ``_rows`` so far
-        # The last call's layer, all ranks' check words, and this rank's check words.
+        # Of the last ``join``: the layer, the check words of all ranks, and those of this rank.
         self._checks = None
         # The time when this rank gives up, how long it waits, and whether stderr has said so.
         self._until, self._patience_s, self._said = None, 0.0, False
@@ -222,7 +222,7 @@ class Ranks:
             return
         (path, checks, words), self._checks = self._checks, None
         differ = (np.array(checks) != words).any(0)
-        if differ[:2].any():  # MLX drops the error of a call that nobody waited for yet
+        if differ[:2].any():  # MLX drops an error if nobody waits for its call yet
             raise self._lost("its rows did not arrive")
         if differ.any():
             raise RankError(

@@ -21,8 +21,8 @@ LOOK_S = 1.1 if isinstance(HERE, Mac) else 0.05
 # Bytes that stay free. They are for other programs that take memory between two looks, and for a
 # prompt that takes more than planned. (Without this reserve a server of 900 MB was killed.)
 RESERVE_NBYTES = BESIDE_NBYTES // 2
-# Seconds between two looks at swapping; a look takes 0.07 ms. Fewer slots are faster where swapping
-# in and swapping out each take more than this share of the time.
+# Seconds between two looks at swapping; a look takes 0.07 ms. Fewer slots are faster if swapping in
+# takes more than this share of the time, and swapping out does, too.
 WATCH_S, SWAPPED_SHARE = 0.5, 0.02
 # Slots that were given back because of swapping are tried again, an eighth at a time, after this
 # many seconds without swapping. If a try makes the system swap again, the wait doubles.
@@ -50,7 +50,7 @@ class Room:
         self._watch_s, self._swapped = 0.0, None
 
     def step(self, most: int) -> int:
-        """The tokens of one part of a prompt: ``most``, or fewer if memory is planned for fewer."""
+        """How many tokens of a prompt one part has: ``most``, or fewer if the plan has fewer."""
         return min(most, self._plan.prompt_tokens) if self._plan else most
 
     def parts(self, inputs: mx.array, step: int | None = None) -> list[mx.array]:
@@ -138,19 +138,19 @@ class Room:
         seconds, self._watch_s = now + WATCH_S - self._watch_s, now + WATCH_S
         before, self._swapped = self._swapped, swapped_s()
         both = zip(before, self._swapped) if before and self._swapped else ()
-        # Memory is not short if pages are only swapped in: a program goes on after a pause.
+        # If pages are only swapped in, memory is not short: then a program goes on after a pause.
         if min((b - a for a, b in both), default=0) > SWAPPED_SHARE * seconds:
             slots = min(self._most, self.slots)
             most = max(self._least, slots - max(1, slots // (8 if can_empty() else 4)))
             if most < slots and (self._tried or self._most >= self._plan.slots):
-                less = f"slots {slots} -> {most} in each layer, and fewer while it does."
+                less = f"slots {slots} -> {most} in each layer, and still fewer while it swaps."
                 less = f"the system swaps this model's memory: {less}"
                 warnings.warn(less, RuntimeWarning, stacklevel=2)
             self._rest_s *= 1 + self._tried
             self._most = self._warned = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
             # macOS counts all programs' swapped pages, and slots given back on a Mac do not return.
-            # The longer wait limits the loss to a quarter of the slots when a browser opens.
+            # So wait longer on a Mac: a browser that opens then costs a quarter of the slots only.
             self._watch_s += 0 if can_empty() else 5.0
         elif self._most < self._plan.slots and now > self._rest_until:
             self._most, self._tried = self._most + max(1, self._most // 8), True

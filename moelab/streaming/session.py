@@ -34,7 +34,7 @@ LONG_PROMPT = 256
 
 
 class Session:
-    """What a loaded model's layers share; ``found`` counts the modules with each kind of kernel."""
+    """What a loaded model's layers share; ``found`` counts modules by their kind of kernels."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Session:
 
     def begin(self, inputs: mx.array, caches: list | None = None) -> None:
         """Begin a call of the model for token ids ``[B, T]``, or one part of a longer call."""
-        # A lazy recurrent state keeps its layer's whole input in memory. So a prompt's states are
-        # evaluated with each layer's routing, unless the routing goes through the mailbox.
+        # A lazy recurrent state keeps its layer's whole input in memory. So, in a prompt, states
+        # are evaluated with each layer's routing, unless the routing goes through the mailbox.
         self._caches = caches if caches and inputs.size > FEW_TOKENS else []
         self.room.tokens = inputs.size
         self.counting.reads_of(self.reader)

@@ -11,7 +11,7 @@ from ..checkpoint import describe, regular_file
 
 FORMAT = 1  # version of the file's format
 MAX_EXPERTS = 1 << 16  # the most experts of a layer: their ids are uint16
-# Each member of the file: its most bytes when unpacked, its kinds of dtype, its dimensions.
+# Of each member of the file: the most bytes when unpacked, the kinds of dtype, how many axes.
 MEMBERS = {
     "experts.npy": (1 << 29, "iu", 3),
     "decode.npy": (1 << 23, "b", 1),

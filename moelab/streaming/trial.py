@@ -4,10 +4,10 @@ from collections import deque
 from math import expm1, log, sqrt
 from statistics import median
 
-# Trials may cost the time of ``COST`` calls in any ``WINDOW`` calls in a row, as they estimate.
+# Of ``WINDOW`` calls in a row, trials may cost the time of ``COST`` calls by their own estimate.
 # (They cost the time of 0.3 to 1.1 calls on average in eight simulated regimes.)
 WINDOW, COST = 128, 0.8
-SETTLE = 2  # calls not compared: the first (kernels record programs) and those after a prompt
+SETTLE = 2  # so many calls are not compared at first (they record programs) and after a prompt
 # The most pairs of calls that are compared, and the fewest that decide (one may be disturbed).
 MOST_PAIRS, LEAST_PAIRS = 64, 3
 SURE = 3.5  # a gap of this many standard errors decides (fewer mislead: every pair is a new test)
@@ -25,7 +25,7 @@ CHANGED = 0.5  # a new trial begins when that mean has changed by more than this
 class Trial:
     """Says for each call whether to prefetch (``on``), and keeps the faster choice.
 
-    It compares the times of two calls in a row, corrected to an equal number of missed experts.
+    It compares the times of two calls in a row, less the time of one call's extra missing experts.
     """
 
     def __init__(self, best: bool):
@@ -86,7 +86,7 @@ class Trial:
         self._next = min(self._next, self._calls)
 
     def _may_try(self):
-        """Return whether a pair may begin: no decision is recent, and a pair costs not too much."""
+        """Return whether a pair may begin: no decision is recent, and trials cost little enough."""
         if self._calls < self._next:
             return False
         if self._decided:
@@ -101,7 +101,7 @@ class Trial:
         """Estimate the gap; end the trial once it is sure or ``MOST_PAIRS`` were timed."""
         n, many = len(self._pairs), self._missing + 1
         slope = self._slopes / (self._squares + 0.1 * many * many)
-        slope = min(max(0.0, slope), 1 / many)  # missing experts cost at most a call's whole time
+        slope = min(max(0.0, slope), 1 / many)  # all missing experts take at most the call's time
         logs = [slower - slope * more for slower, more in self._pairs]
         if n > LEAST_PAIRS:
             middle = median(logs)
@@ -121,5 +121,5 @@ class Trial:
 
 
 def _difference(a, b):
-    """Return log(time of call a / time of call b), and how many more experts call a missed."""
+    """Return log(time of call a / time of call b), and how many more experts a missed than b."""
     return min(max(a[0] - b[0], -MOST_LOG), MOST_LOG), a[1] - b[1]

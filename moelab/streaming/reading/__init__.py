@@ -3,7 +3,7 @@
 The ranges of a call are a table (``Ranges``). One call of native code, which holds no GIL, reads
 many ranges. If slots take nearly all of the memory, reads go past the page cache (``direct``). On
 Linux the disk then writes into the slots by itself (``Queue``): no thread reads, no core copies.
-Where that is not possible, each thread reads through a buffer of its own.
+Where that is not possible, threads read, each of them through a buffer of its own.
 
 To add a source of experts, such as a network store, write a subclass of ``Reader`` whose ``start``
 and ``start_ahead`` get the same ranges in another way (``UploadingReader`` is an example), and

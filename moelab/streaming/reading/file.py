@@ -27,7 +27,7 @@ class File:
         self._close_direct = lambda: None
         self._close = weakref.finalize(self, os.close, self.fd)
         # Each expert is read whole, in no order, so the bytes behind it are not needed next.
-        # Without readahead Linux also requests all of a long read from the disk at once.
+        # With readahead off, Linux also requests all of a long read from the disk at once.
         HERE.only_what_is_asked(self.fd)
         self.stamp = self.stat()
         self._sampled = self._sample()

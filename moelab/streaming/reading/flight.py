@@ -1,7 +1,7 @@
 """Reads past the page cache that need no thread (Linux's ``io_submit``; ``io_uring`` is no faster).
 
-Bytes land in their slots. Bytes that cannot stay where their blocks landed (``Record``) are moved
-when somebody asks whether they have arrived.
+Blocks of the disk land in the slots. Where an expert's bytes cannot stay as they landed
+(``Record``), they are moved when somebody asks whether they have arrived.
 """
 
 import ctypes
@@ -71,7 +71,7 @@ class Queue:
         return True
 
     def reap(self, wait: bool = False) -> None:
-        """Note which reads have ended; with ``wait``, wait until at least one has."""
+        """Note which reads have ended; if ``wait``, first wait until at least one has ended."""
         events = address_of(self._events)
         with self._lock:
             self._land(self._getevents, self._context, int(wait), events, DEPTH)
@@ -154,7 +154,7 @@ class _Rows(TableCode):
 
 
 class _Send(_Rows):
-    """Begins reads and marks them as pending in one call, so that no interrupt comes between."""
+    """Begins reads and marks them as pending: one call, so that no interrupt comes between."""
 
     signature = "io_submit context n iocbs rows"
 
@@ -170,7 +170,7 @@ class _Send(_Rows):
 
 
 class _Land(_Rows):
-    """Takes the events of ended reads and moves the bytes to their place, also in one call."""
+    """Takes the events of ended reads, and moves the bytes that were read: also one call."""
 
     signature = "io_getevents context least memory most"
 

@@ -26,9 +26,9 @@ COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
 # Linux then begins to read the rest of the range into the page cache.
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 PREADV = "preadv2" if NOWAIT else "preadv"
-# Bytes. A read past the page cache begins and ends at multiples of ``alignment``, in the file and
-# in memory. A range whose slot has no room for whole blocks goes through a buffer of the thread, at
-# multiples of ``ALIGNED``. A range longer than the buffer goes through the page cache.
+# In bytes. A read past the page cache begins and ends at multiples of ``alignment``, in the file
+# and in memory. If a slot has no room for whole blocks, the range goes through a buffer of the
+# thread, at multiples of ``ALIGNED``; a range longer than this buffer goes through the page cache.
 ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
 # Linux's numbers for ``statx`` (6.1): relative path, mask, result's bytes, place of alignments.
@@ -43,8 +43,8 @@ def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     done = ctypes.c_uint32()
     flag = ctypes.addressof(done)
     arguments = address_of(table), len(table), flags, flag, arrived or flag
-    # A copy from the page cache keeps a core busy, so several threads share it. Starting a thread
-    # takes longer than copying fewer bytes.
+    # A copy from the page cache keeps a core busy, so several threads share it. Less than 2 MB are
+    # copied in less time than a thread needs to start.
     if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= 2 * 1024 * 1024:
         team.run(loop(), *arguments, pieces=min(code.num_threads(), len(table)))
         return bool((table[:, GOT] == table[:, NBYTES]).all())

@@ -112,7 +112,7 @@ def read_ranges(ranges: Ranges, arrived: int | None = None, direct: bool = False
         views = [_view(*piece) for piece in _pieces(row)]
         try:
             got = os.preadv(file.fd, views, offset)
-            while 0 < got < nbytes:  # a signal interrupted the read, or the kernel limits reads
+            while 0 < got < nbytes:  # a signal interrupted the read, or the system limits reads
                 more = os.preadv(file.fd, _after(views, got), offset + got)
                 if more == 0:
                     break

@@ -16,10 +16,10 @@ from .file import File, ReadError, check_unchanged
 from .flight import Flight, Queue
 from .ranges import Ranges, read_ranges
 
-# The calling thread reads a call of up to this many bytes by itself: handing the reads to the pool
-# would take longer.
+# If a call reads up to this many bytes, the calling thread reads them by itself: handing the reads
+# to the pool would take longer.
 INLINE_NBYTES = 512 * 1024
-# In a call of up to this many bytes, the calling thread copies what the page cache holds. With two
+# If a call reads up to this many bytes, the calling thread copies those in the page cache. With two
 # cores this beats the pool up to 16 MB at least; with more cores the pool copies faster.
 CACHED_NBYTES = 32 * 1024 * 1024 // num_threads()
 # Bytes of one request to read ahead; Linux reads at most its readahead window per request.
@@ -49,14 +49,14 @@ class Threads:
 
 
 class Reader:
-    """Reads ranges of files with ``readers`` threads, and as many more for background work."""
+    """Reads ranges of files: ``readers`` threads for calls, ``readers`` for background work."""
 
-    copies_in_graph = False  # whether the GPU copies the bytes read, as one of its operations
+    copies_in_graph = False  # whether an operation of MLX's graph copies the bytes to the GPU
 
     def __init__(self, readers: int = 8, direct: bool = False):
         self.readers, self.direct = readers, direct
         self.nbytes = self.reads = 0  # bytes and ranges read so far
-        # Seconds of reads, summed over threads. Reads without a thread count if a caller waits.
+        # Seconds of reads, summed over threads. A read by no thread counts if a caller waits.
         self.read_s = 0.0
         self.closed = False
         self._files = {}
@@ -74,7 +74,7 @@ class Reader:
         return self._files[path]
 
     def start(self, ranges: Ranges, step: int | None = None) -> list[Flight | Threads]:
-        """Begin to read; return a group to ``finish`` for each ``step`` ranges (None: for all)."""
+        """Begin to read; return a group to ``finish`` for each ``step`` ranges (None: one)."""
         self.check_open()
         if flights := self.fly(ranges, step):
             return flights
@@ -118,7 +118,7 @@ class Reader:
                 if len(ranges):
                     self.read_here(ranges)
                 return []
-        # Only pages that Linux has to fetch repay the start of a thread for fewer bytes.
+        # For less than 512 KB a thread pays only if Linux has to fetch pages from the disk.
         is_cold = native.NOWAIT and not self.direct
         parts = self._divided(ranges, least_nbytes=1 if is_cold else 512 * 1024)
         return [self._pool.submit(self.read_here, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Which experts are in memory. A layer and the session talk to ``Residency``. Its parts:
+"""Which experts are in memory. A layer and the session talk to ``Residency``. Below it are:
 
     table.py      which expert is in which slot of a layer, and which is evicted first
     bank.py       the memory of the slots

@@ -25,10 +25,10 @@ from ..reading.ranges import Ranges
 # Slots have no ``Record`` if whole blocks would add more than this share to an expert's bytes.
 ROOM_SHARE = 1 / 16
 MADV_POPULATE_WRITE = 23  # Linux 5.14: take the memory now; Python has no name for it
-# Seconds per byte. A layer asks for huge pages if taking the memory of all slots so far took less
-# per byte. With huge pages 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128
-# tokens gains some 0.5 to 1 s for each GB of slots. A GB of huge pages took 0.2 to 0.5 s, but 1 to
-# 4 s where Linux had to move other pages; a GB of small pages took 0.4 to 1.8 s (two cores).
+# Seconds per byte. A layer asks for huge pages if memory for slots so far took less time per byte.
+# With huge pages 40 layers in 8 GB decode 1.1 to 1.4 times as fast, and a text of 128 tokens gains
+# some 0.5 to 1 s for each GB of slots. A GB of huge pages took 0.2 to 0.5 s, but 1 to 4 s where
+# Linux had to move other pages; a GB of small pages took 0.4 to 1.8 s (two cores).
 HUGE_S = 1.5e-9
 
 
@@ -168,9 +168,9 @@ def can_empty() -> bool:
 class Record:
     """The layout of a slot into which the disk writes whole blocks, past the page cache.
 
-    A slot has a room for each range of bytes; a room fits all disk blocks that the range touches.
-    The range's bytes stay where the read puts them if every expert's range begins at the same byte
-    of a block and that byte is aligned for the types. Otherwise the bytes move to the room's start.
+    A slot has a room for each range of bytes: a room fits all disk blocks that the range touches.
+    If the range begins at the same byte of a block for every expert, and the types may begin there,
+    its bytes stay where the read puts them. Otherwise the bytes move to the room's start.
     """
 
     nbytes: int  # of a slot
@@ -211,7 +211,7 @@ class Record:
 
     @property
     def has_gate_beside_up(self) -> bool:
-        """Whether each of up's parameters follows gate's, so that one matrix can hold both."""
+        """Whether each parameter of up follows that of gate, so that one matrix can hold both."""
         gate, up = (
             {n.rsplit(".", 1)[1]: n for n in self.places if n.startswith(linear)}
             for linear in GATE_UP
@@ -220,7 +220,7 @@ class Record:
 
 
 def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
-    """Group the names of parameters that follow each other on disk for every expert."""
+    """Group the names of parameters: those of a group adjoin on disk, for every expert."""
     found, last = [], None
     for name in sorted(tensors, key=lambda n: (str(tensors[n].files[0]), tensors[n].offsets[0])):
         t = tensors[name]
@@ -233,7 +233,7 @@ def ranges(tensors: dict[str, ExpertTensor]) -> list[list[str]]:
 
 
 def _tables(groups):
-    """Return each part's place, the tables ``[S, ranges, COLUMNS]`` of the reads, and their iovecs.
+    """Return the places of parts, and the reads' tables ``[S, ranges, COLUMNS]`` and iovecs.
 
     ``groups`` lists, for each range, the parts ``[S, n]`` of memory that the range fills.
     """
@@ -324,7 +324,7 @@ class _Buffer:
 
     @classmethod
     def for_huge_pages(cls, num_rows: int, nbytes: int) -> "_Buffer":
-        """Make rows of untouched memory. (``mx.zeros`` would write it, which takes small pages.)"""
+        """Make rows of untouched memory. (``mx.zeros`` would write to it and get small pages.)"""
         page = HUGE_NBYTES if num_rows * nbytes >= HUGE_NBYTES else ALIGNED
         shape = -(-(num_rows * nbytes + page) // ALIGNED), ALIGNED
         header = {"descr": "|u1", "fortran_order": False, "shape": shape}

@@ -148,7 +148,7 @@ class HostExperts:
     def __init__(self, bank: SlotBank, table: SlotTable, num_experts: int):
         self._num_experts, self._nbytes = num_experts, bank.disk_nbytes
         self._memory = cuda.Pinned(num_experts * self._nbytes + 4)
-        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # all copies use this ``flag``: no wait
+        self._memory.bytes[-4:].view(np.uint32)[0] = 1  # the ``flag`` of all copies: none waits
         self._phases = [mx.array([i], mx.uint32) for i in range(2)]
         self.bind(bank, table)
 
@@ -182,7 +182,7 @@ class HostExperts:
             yield places.nbytes
 
     def takes(self, indices: mx.array) -> bool:
-        """Whether ``slots`` can serve a call: it has at most S pairs; the GPU has the policy."""
+        """Whether ``slots`` can serve a call: at most S pairs, and a policy that the GPU has."""
         return indices.size <= self._table.num_slots and self._table.policy in GPU_POLICIES
 
     def slots(self, indices: mx.array, decoding: bool) -> mx.array:

@@ -18,11 +18,11 @@ from ..reading.reader import Reader, Threads
 from .bank import SlotBank, can_empty
 from .table import SlotTable
 
-# On a CPU, a call that reads at least this many bytes is computed in parts of about this size, as
-# they arrive. Such a part is worth a wait, and the next part is read while this part is computed.
+# On a CPU, a call that reads at least this many bytes is computed as the bytes arrive, in parts of
+# about this size: large enough to wait for. While one part is computed, the next part is read.
 PART_NBYTES = 2 * 1024 * 1024
-# Bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
-# computes. A GPU copies groups of experts of 64 MB; two groups are in pinned memory at once.
+# In bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
+# computes. A GPU copies experts in groups of 64 MB; two groups are in pinned memory at once.
 FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
 
 
@@ -66,7 +66,7 @@ class LayerSlots:
         self.bank = self._take_bank(slots)
         self.table = SlotTable(slots, self._config.policy)
         self.awaited = []  # reads that the running call waits for
-        self.ahead = []  # reads that began before a call needs them
+        self.ahead = []  # reads that began before any call needed them
         if self.host is not None:
             self.host.bind(self.bank, self.table)
 
@@ -86,7 +86,7 @@ class LayerSlots:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the GPU copies the bytes read, as one of its operations."""
+        """Whether an operation of MLX's graph copies the experts' bytes to the GPU."""
         return self._reader.copies_in_graph and self.bank.as_read
 
     @property
@@ -101,7 +101,7 @@ class LayerSlots:
         if self.is_copied:  # one kernel copies them
             most = max(1, MAX_COPIES // len(self.bank.into))
             return most if self.host is not None else max(1, min(most, COPIED_NBYTES // nbytes))
-        # The page cache reads ahead, so asking for as many experts as there are slots is fastest.
+        # The page cache reads ahead, so it is fastest to ask for as many experts as slots.
         return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
 
     def resize(self, slots: int) -> None:

@@ -140,7 +140,7 @@ class Residency:
                 self._read_ahead(layer, range(layer.num_experts), memory_available() // 2)
 
     def slots_in_graph(self, i: int, indices: mx.array) -> mx.array | None:
-        """The slots of a call's experts, ``[..., K]``; None if the host must know the experts."""
+        """The slots of a call's experts, ``[..., K]``; None if the host has to see the routing."""
         layer = self.layers[i]
         if self.prefetches or indices.shape[-1] > self._top_k:
             return None
@@ -198,7 +198,7 @@ class Residency:
 
     def _room(self, layer, order, flying):
         """Return how many of ``order`` to read next, while ``flying`` experts are on their way."""
-        # A computed expert's slot is free for a later expert if kernels compute at once.
+        # An expert's slot is free for a later expert once kernels that are not lazy computed it.
         refills = self._reader.direct and layer.computes_at_once
         few = len(layer.awaited) < 2 if layer.is_copied else refills or not flying
         held = sum(e in layer.table.slot_of for e in order)  # held experts come first
@@ -206,7 +206,7 @@ class Residency:
         return max(0, min(layer.table.num_slots - flying, more)) if few else 0
 
     def _in_parts(self, layer):
-        """Whether to compute a call in parts while its misses are read; its experts all fit."""
+        """Whether a call whose experts all fit is computed in parts, while its misses are read."""
         flying = sum(len(group.slots) for group in layer.awaited)
         is_worth_it = flying >= max(1, PART_NBYTES // layer.bank.expert_nbytes)
         return self._overlap and not layer.is_copied and is_worth_it
@@ -235,8 +235,8 @@ class Residency:
 
     def _is_long(self, layer, pairs):
         """Whether a call of ``pairs`` (token, expert) pairs is long enough to read ahead."""
-        # Direct reads need no read ahead. A prompt on a GPU waits more for Python than for the
-        # disk, and a thread that asks for ranges slows Python.
+        # Direct reads bypass what is read ahead. On a GPU a prompt waits more for Python than for
+        # the disk, and a thread that asks for ranges slows Python.
         ahead = self._overlap and not self._reader.direct
         return ahead and pairs >= AHEAD_PAIRS * layer.num_owned
 

@@ -18,7 +18,7 @@ EVICTION = {
     "lrfu": 0.98,  # least recently and frequently used
 }
 
-# Policies by which a GPU chooses slots by itself if its experts are in the host's memory. With the
+# If the experts are in the host's memory, a GPU chooses slots by itself by these policies. By the
 # other policies the host chooses, which takes longer.
 GPU_POLICIES = ("lru",)
 LARGEST = 2.0**300  # the most that one use may add to a count
@@ -86,7 +86,7 @@ class SlotTable:
         self._free.extend(slots)
 
     def recover(self) -> None:
-        """Free every slot that holds no expert, also chosen and reserved ones."""
+        """Free every slot that holds no expert, also if it was chosen or reserved."""
         held = set(self.slot_of.values())
         self._free = [slot for slot in range(self.num_slots)[::-1] if slot not in held]
 
