@@ -48,7 +48,7 @@ PROMPT_SHARE, FEW_PROMPT_TOKENS, LEAST_PROMPT_TOKENS = 16, 256, 32
 MORE_SHARE, MORE_NBYTES = 8, 20_000_000
 # Bytes that a prompt needs for a while beside its arrays: freed arrays that the C library keeps,
 # and the readers' buffers. Calls of 66 to 1,000 tokens took 60 to 72 MB; calls of fewer tokens
-# take up to 1.4 times their arrays.
+# take up to 1.4 times their arrays in all.
 BESIDE_NBYTES = 72_000_000
 # The reasons for a number of slots.
 ALL = "every expert"
