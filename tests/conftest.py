@@ -43,7 +43,7 @@ SLOW = {
     "::test_every_family_gives_the_same_answer_packed": 3,
     # Mode fused stays for every family, the other modes for one family of each shape of experts.
     "::test_family_of_mlx_vlm": "fused|qwen4_exp|laguna|phixtral",
-    # A refused family, a hybrid and one of attention stay.
+    # A refused family, a hybrid and a family with attention only stay.
     "::test_lookahead_in_mlx_vlm": "deepseek_v4|qwen3_5_moe]|olmoe",
     "::test_every_recurrent_family": 3,
     "::test_fewer_experts_per_token": 3,

@@ -259,7 +259,7 @@ CHANGES = {  # of a file's arrays and metadata; layer 0 has a state, layer 7 key
 
 
 def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
-    """The checksum or sizes show damage; changed numbers get only a warning without a checksum."""
+    """The checksum or sizes show damage; without a checksum changed numbers get only a warning."""
     file = tmp_path / "p.safetensors"
     more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
     command("cache-prompt", *more)
@@ -333,7 +333,7 @@ def test_chat(chatty, command):
 
 @pytest.mark.parametrize("draft", [[], ["--draft", "lookup"]], ids=str)
 def test_chat_with_a_long_message(draft, run, monkeypatch):
-    """A terminal shows how far a long message is read. This and later messages get a warning."""
+    """A terminal shows how far a long message is read. It and later messages get a warning."""
     long = "def f(x): return x + 1; " * 40
     monkeypatch.setattr(sys.stderr, "isatty", lambda: not draft)
     options = ["--context", "128", "--prefill-step-size", "64", "--max-tokens", "2", *draft]

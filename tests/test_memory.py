@@ -77,7 +77,7 @@ def test_on_a_gpu(monkeypatch):
         assert memory.memory_on_gpu() is None
 
 
-# What a server takes of it
+# What a server takes of memory
 
 
 def stopped(*options):

@@ -314,7 +314,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_fed_the_traces_text_the_routers_choose_with_its_locality(write):
-    """The model has enough dimensions and experts to tell the trace's 192 tokens apart."""
+    """The model has enough dimensions and experts to tell apart the trace's 192 tokens (types)."""
     trace = recorded_trace("code")[:400]
     few = np.unique(trace.tokens, return_inverse=True)[1]  # ids below a small vocabulary
     trace, config = replace(trace, tokens=few), small()

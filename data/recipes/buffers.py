@@ -1,4 +1,4 @@
-"""Time a dense and an MoE model of equal size on a GPU, by MLX's command buffer settings.
+"""Time a dense and an MoE model of equal size on a GPU, with each setting of command buffers.
 
     python data/recipes/buffers.py OUT.json                  a token's seconds, by setting
     python data/recipes/buffers.py OUT.json MODEL            operations in each layer, also of MODEL

@@ -20,8 +20,8 @@ or lengths of prompts (``126,400,800``). A WORD is
   tokens that are timed then; ``seconds=30``: warm-up and timing each end after 30 s at most;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
 
-llama.cpp built with CUDA crashed in a process that had loaded MLX: each has its own parts of the
-C++ library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both use the system's library.
+If built with CUDA, llama.cpp crashed in a process that had loaded MLX: each has its own parts of
+the C++ library. With ``LD_PRELOAD=libstdc++.so.6`` in the environment both use the system's.
 """
 
 import ctypes

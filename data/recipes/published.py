@@ -210,7 +210,8 @@ def settings(groups=None):
     """Tabulate settings that one source measured on the same Mac, with the same model and method.
 
     ``groups`` names groups of sources (None: all). ``best_over`` is the fastest setting's speed
-    over this setting's. ``planned`` marks the setting nearest to the plan's slots, if a plan fits.
+    divided by this setting's. ``planned`` marks the setting nearest to the plan's slots, if a plan
+    fits.
     """
     table = rows()
     known = table.machine.str.split(" (", regex=False).str[0].isin(CHIPS)

@@ -3,7 +3,7 @@
     git clone https://github.com/Helldez/BigMoeOnEdge
     python data/recipes/published_traces.py BigMoeOnEdge
 
-The script reads files of one commit of that clone, which may be bare. See the traces' README.
+The script reads files of one commit of that clone (a bare clone will do). See the traces' README.
 """
 
 import csv

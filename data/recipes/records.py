@@ -10,10 +10,10 @@ measured. A record of MLX alone has ``engine: null``.
 
 The header of a record says ``what`` it shows, its ``part``, and what makes it. ``make`` is a
 command (``{out}`` is the file, other words in braces are checkpoints, made once under
-build/records). ``notebook`` names a notebook with a cell that measures the record: save it there
-with ``records.save("build/records/NAME.json", table)``, then name the record here. A record with
-neither word was made by an earlier version. To add a record, write a file that has these words,
-``"settings": {}`` and ``"rows": []``.
+build/records). ``notebook`` names a notebook with a cell that measures the record: save it in a
+cell with ``records.save("build/records/NAME.json", table)``, then give this script the record's
+name. A record with neither word was made by an earlier version. To add a record, write a file that
+has these words, ``"settings": {}`` and ``"rows": []``.
 """
 
 import os

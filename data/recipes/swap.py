@@ -71,7 +71,7 @@ def swapping(nbytes, swap_nbytes):
 
 @contextmanager
 def started(prepared, *words, hidden=False):
-    """Start this script with arguments in a cgroup; ``hidden`` hides the cgroup's limit."""
+    """Start this script in a cgroup, with arguments; ``hidden`` hides the cgroup's limit."""
 
     def before_exec():
         prepared.before_exec()

@@ -185,7 +185,7 @@ class PromptFiles:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def read(self, most: int, nbytes: int) -> list[Prompt]:
-        """Return the newest prompts, oldest first: at most ``most``, of at most ``nbytes``."""
+        """Return the newest prompts, oldest first: at most ``most``, ``nbytes`` or less in all."""
         prompts, files = [], []
         for file in self._folder.glob("prompt-????????????????.safetensors"):
             with _left_alone(file):

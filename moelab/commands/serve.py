@@ -148,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_number(parser, "--prompt-cache-size", 10, "prompts and answers to keep")
     size = {"metavar": "SIZE", "help": "their memory, as in 2GB (default: what slots auto leaves)"}
     parser.add_argument("--prompt-cache-bytes", type=nbytes(0, 2**63 - 1), **size)
-    where = "folder that keeps them from the server's end to its next start"
+    where = "folder that keeps the prompts until the server starts again"
     parser.add_argument("--prompt-cache-dir", type=not_empty, metavar="DIR", help=where)
     names = ["--chat-template", "--chat-template-args", "--decode-concurrency", "--log-level"]
     names += ["--prompt-concurrency", *arguments.KV_CACHE, *arguments.LOADING]

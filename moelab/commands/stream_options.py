@@ -58,7 +58,7 @@ def option_type(option: Any) -> Callable[[str], Any]:
 
 
 def streaming_given(args: argparse.Namespace) -> StreamConfig:
-    """Return the configuration from the options, with SwiftLM's variables as defaults."""
+    """Return the options' configuration; SwiftLM's environment variables give defaults."""
     found = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     fields = {ENVIRONMENT[name] for name in found}
     if "mode" in fields and "mode" not in getattr(args, "given", ()):
@@ -83,7 +83,7 @@ def streaming_given(args: argparse.Namespace) -> StreamConfig:
 
 
 def say_plan(model: nn.Module) -> None:
-    """Let rank 0 print the plan of slots to stderr, or that ``--slots`` exceeds the experts."""
+    """Let rank 0 print to stderr the plan of slots, or that ``--slots`` exceeds the experts."""
     session = session_of(model)
     said, E, slots = session.plan, session.facts.num_experts, session.config.slots
     if said is None and session.residency.layers and slots > E:

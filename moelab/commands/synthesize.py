@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--layers", positive, "N", "number of layers (default: all that the real model has)"),
         ("--vocab", positive, "N", "rows of embedding and head (default: the tokenizer's)"),
         ("--tokenizer", not_empty, "FOLDER", "folder of the tokenizer (default: tiny-moe's)"),
-        ("--routing", not_empty, "TRACE", "trace: routers fed its text choose its experts"),
+        ("--routing", not_empty, "TRACE", "trace: routers that read its text choose its experts"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=what)
     add_number(parser, "--seed", 0, "seed of all random bytes", at_least(0, 2**64 - 1))

@@ -24,7 +24,7 @@ from . import records
 
 # Pixels of a bar with its gap, and of a panel's title and axis.
 BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
-WIDTH = 880  # pixels of all panels together, about
+WIDTH = 880  # about so many pixels for all panels together
 LABEL_CHARACTERS, NARROW_LABEL_CHARACTERS = 26, 15
 MOST_COLUMNS = 3
 COLORS = 6  # bars take the first six colors: black hides whiskers, yellow hides numbers
@@ -180,7 +180,7 @@ def timeline(spans: DataFrame, *, title: str, axis: str, finding: str) -> go.Fig
 
 
 def table(frame: DataFrame, form: str = "{:.3g}") -> None:
-    """Show a table, with its index as the first column; ``form`` is the format of fractions."""
+    """Show a table, with its index as the first column; ``form`` is the format of floats."""
 
     def written(cell):
         return form.format(cell) if isinstance(cell, (float, np.floating)) else str(cell)
@@ -259,7 +259,7 @@ def _part(name, k, panel, place):
 
 
 def _names(grouped):
-    """Return the groups of all panels, in order."""
+    """Return the names of all panels' groups, in order."""
     return list(dict.fromkeys(name for groups in grouped.values() for name in groups))
 
 
@@ -280,7 +280,7 @@ def _numbers(fig, ends, labels, texts, place):
 
 
 def _panels(fig, titles, names, axis, headroom=False):
-    """Lay out panels that share their labels, in one column on a phone; return their places."""
+    """Lay out panels with common labels (on a phone in one column); return the panels' places."""
     titles = ["" if t is None else str(t) for t in titles]
     columns = len(titles) if len(titles) <= MOST_COLUMNS else 2
     labels = [_label(n) for n in names]

@@ -46,7 +46,7 @@ FORM = "https://github.com/OWNER/moelab/issues/new?template=machine.yml"
 
 
 def dispatch_cost() -> tuple[float, float]:
-    """Return a small operation's seconds in a chain that is evaluated once, and by itself."""
+    """Return a small operation's seconds: in a chain evaluated once, and evaluated by itself."""
 
     def timed(each):
         x, started = mx.zeros((1, 8)), time.perf_counter()
@@ -107,7 +107,7 @@ def _load():
 
 
 def _ssd(folder, lacks, settings):
-    """Measure how fast the SSD reads the largest model file, if it is large enough."""
+    """Measure how fast the SSD reads the largest model file, if this file is large enough."""
     files = [f for f in folder.glob("*.safetensors") if f.is_file()]  # no dead link, no FIFO
     path = max(files, key=lambda f: f.stat().st_size, default=None)
     if path is None or path.stat().st_size < 8 * READ_NBYTES:
@@ -160,7 +160,7 @@ def _slots_of(model, settings, rows):
 
 
 def _compared(model, p, rows):
-    """Compare streamed texts with resident ones, or with ``stacked`` if not all experts fit."""
+    """Compare streamed texts to resident ones, or to ``stacked`` ones if not all experts fit."""
     few = max(p.top_k, p.slots // 2)
     ways = p.config, replace(p.config, mode="stacked", slots=few)
     if p.slots == p.num_experts:  # every expert fits: stream the model with fewer slots
@@ -212,7 +212,7 @@ def _decoded(path, config, bar):
 
 def check(model: str | Path | None = None, file: str | Path | None = None) -> bool:
     """Print each finding, write all to ``file`` as a record, and return whether all is well."""
-    if model is not None:  # refuse a draft model or a model without experts at once
+    if model is not None:  # refuse at once a draft model or a model without experts
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}

@@ -3,7 +3,7 @@
 A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and
 ``figures``. ``why`` maps a verdict to its reason. A claim with ``cannot`` (the reason) needs other
 hardware, whatever its figures are. ``figures`` maps a regime's name (where and how it was measured)
-to an expression over ``NAMES`` and a gate, ``least`` or ``most``, which was fixed before the run.
+to an expression over ``NAMES`` and to a gate (``least`` or ``most``), fixed before the run.
 The expression gives one count, or samples, whose median gets the interval of ``records.interval``.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
@@ -51,7 +51,7 @@ class Figure:
     low: float  # low to high: the interval of the median
     high: float
     n: int  # samples; 0 for a count
-    gate: str  # what the claim asks of the numbers, and the source's number if it gives one
+    gate: str  # what the claim asks of the numbers, and the source's number if there is one
     says: str  # ``confirmed``, ``refuted`` or ``open``
     missing: str = ""  # what the records lack, if nothing was measured
 
@@ -87,7 +87,7 @@ class Judged:
 
     @property
     def because(self) -> str:
-        """The claim's reason, or how many regimes give the verdict, with the first one's figure."""
+        """The claim's reason, or how many regimes give the verdict, and the first one's figure."""
         verdict = self.verdict
         if found := self.claim.get("cannot") or self.claim.get("why", {}).get(verdict):
             return found

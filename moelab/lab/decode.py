@@ -24,7 +24,7 @@ from ..streaming.counters import Counters
 from ..streaming.session import is_loaded, session_of
 
 BUILT_IN = ("lookup", "mtp", "self", "oracle")  # drafts that have a name and no folder
-ACCEPT = 0.8  # share of right guesses of the draft ``oracle``; ``oracle:0.7`` sets another share
+ACCEPT = 0.8  # of the draft ``oracle``'s guesses this share is right; ``oracle:0.7`` sets another
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def oracle_share(draft: str | Path) -> float | None:
 def open_any(
     draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
 ) -> Callable[..., Draft]:
-    """Return a function of a prompt, the text after it and a seed, which makes a run's draft."""
+    """Return a function that makes a run's draft from a prompt, the text after it and a seed."""
     if (accept := oracle_share(draft)) is not None:
         return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
     opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)

@@ -27,7 +27,7 @@ from ..interrupts import undone
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 V1, V2 = "cgroup v1", "cgroup v2"
-FILES = {  # the files of a cgroup that set its memory limit, and its use of swap
+FILES = {  # a cgroup's files: one sets the memory limit, one the use of swap
     V1: ("memory.limit_in_bytes", "memory.swappiness"),
     V2: ("memory.max", "memory.swap.max"),
 }

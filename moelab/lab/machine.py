@@ -84,7 +84,7 @@ def read_speed(
 ) -> float:
     """Measure random reads of a file in bytes per second; ``cold`` first drops the file's pages.
 
-    ``direct`` reads past the page cache, which can be slower than the disk. With ``direct``,
+    ``direct`` reads past the page cache; the cache can be slower than the disk. With ``direct``,
     ``nbytes`` must be a multiple of ``native.ALIGNED``, and at most ``native.BUFFER_NBYTES``.
     """
     size = os.path.getsize(path)

@@ -51,7 +51,7 @@ COMPUTED = {  # columns that ``table`` adds where rows have what the expression 
 }
 DISTURBED = 0.1  # a larger share of the cores used by others, or a larger drift, disturbs a run
 WARMUP = 0 if FAST else 1  # rounds that are not kept
-DRIFT_S = 30  # a shorter run has no drift: its single samples are too noisy
+DRIFT_S = 30  # in a shorter run no drift is computed: single samples are too noisy
 CONFIDENCE = 0.95  # of an interval, if there are enough rounds
 
 
@@ -236,7 +236,7 @@ def interval(samples: Sequence[float]) -> dict[str, float]:
 
 
 def same_tokens(samples: "DataFrame", baseline: str) -> dict[str, tuple[int, int]]:
-    """For each variant, count the rounds with the baseline's tokens, and all rounds of both."""
+    """Count each variant's rounds with the baseline's tokens, and the rounds that both have."""
     theirs, out = values(samples, baseline, "tokens"), {}
     for name in dict.fromkeys(samples.variant):
         mine = values(samples, name, "tokens")
@@ -399,7 +399,7 @@ def save(path: str | Path, samples: "DataFrame") -> None:
 
 
 def write(path: str | Path, record: dict[str, Any]) -> None:
-    """Write a record as JSON, a row a line; an old file stays until the new file is complete."""
+    """Write a record as JSON, a line for each row; an old file stays until the new is complete."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows, texts = [], {json.dumps(text): i for i, text in enumerate(record.get("texts", []))}

@@ -78,7 +78,7 @@ def crossed(
     layouts: Mapping[str, str | Path | None] = {"": None},
     cold: str = "no",
 ) -> dict[str, Variant]:
-    """Make a variant for each combination of mode, layout, limit, reads, draft and its length.
+    """Make a variant for each combination of mode, layout, limit, reads, draft and draft length.
 
     Keys are the variants' names. With drafts, each combination is also made without a draft. With a
     limit, ``RESIDENT`` is added. Modes without slots read only through the page cache.

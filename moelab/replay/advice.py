@@ -15,9 +15,10 @@ from .pagecache import Replay, replay
 
 # Settings whose times are within this share of the shortest time are equal. Of equal settings, the
 # one that moves the fewest bytes is taken, as reads have costs that a replay does not know. On a
-# Mac (no reads past the page cache), the one with the fewest slots is taken: too many cost more.
+# Mac (no reads past the page cache), that with the fewest slots is taken: too many slots cost more
+# than too few.
 EQUAL = 0.02
-# A repack that saves a smaller share of a token is not worth a second copy of the file.
+# A repack that saves a smaller share of a token's time is not worth a second copy of the file.
 WORTH_A_COPY = 0.03
 NUM_SLOTS = 12  # how many numbers of slots are compared if none are given
 
@@ -165,7 +166,7 @@ def replay_settings(
 
 
 def pick(settings: dict[Setting, Replay], fewest_slots: bool = False) -> Setting:
-    """Return a setting as fast as the fastest (``EQUAL``) with the fewest bytes moved or slots."""
+    """Among settings as fast as the fastest return that with the fewest bytes moved or slots."""
     best_s = min(r.mean_s for r in settings.values())
     equal = {key: r for key, r in settings.items() if r.mean_s <= best_s * (1 + EQUAL)}
     moved = {key: r.copied_per_token + r.read_per_token for key, r in equal.items()}

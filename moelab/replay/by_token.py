@@ -49,9 +49,9 @@ def fit(trace: Trace, L: int, E: int, K: int, V: int, kinds: int, seed: int = 0)
 
     The trace has L' layers and E' experts. Layer l follows the trace's layer ``l * L' // L``. If E
     is below E', expert numbers are taken modulo E. If E is n times E', expert e has n variants e,
-    e + E', ...: a token takes the first or, with the probability ``spread``, a variant drawn for
+    e + E', ...: a token takes e or, with the probability ``spread``, a variant drawn for
     the token. Each layer's spread is chosen so that the hit rate of the trace's text is nearly that
-    of the trace. There are ``kinds`` routes; tokens that are rare or absent there share routes.
+    of the trace. There are ``kinds`` routes; tokens rare in the trace or not in it share routes.
     """
     base = min(E, trace.num_experts)
     tokens, row_of, counts = np.unique(trace.tokens, return_inverse=True, return_counts=True)

@@ -10,7 +10,7 @@ from ..streaming.residency.layer import PART_NBYTES
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a token's work, arithmetic and reads on one machine."""
+    """Seconds on one machine: of a token's fixed work, of experts' arithmetic and of reads."""
 
     fixed_s: float  # a token's work except the routed experts: attention, router, head, Python
     expert_s: float  # one expert's arithmetic for one token
@@ -46,7 +46,7 @@ class Costs:
         )
 
     def without_reads(self) -> "Costs":
-        """The costs if no expert is missed."""
+        """The costs if no expert has to be read."""
         fixed_s = self.fixed_s if isnan(self.held_fixed_s) else self.held_fixed_s
         zeros = ("warm_s_per_byte", "cold_s_per_byte", "warm_call_s", "cold_call_s", "overlap")
         return replace(self, fixed_s=fixed_s, direct_s_per_byte=nan, **dict.fromkeys(zeros, 0.0))

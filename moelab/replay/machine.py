@@ -29,7 +29,7 @@ DISK_SHARE = 0.8
 # seconds if it reads from the disk, or from the page cache.
 CORE_BYTES_PER_S, CPU_COPY_BYTES_PER_S = 9.6e9, 6.1e9
 CPU_LAYER_S, CPU_WAITS_S = 1.5e-3, (0.76e-3, 0.43e-3)
-# On a CPU, a token of a prompt in one pass takes this share of a decoded token's arithmetic
+# On a CPU, a token of a prompt read in one pass takes this share of a decoded token's arithmetic
 # (measured on 26 November with two cores of a Xeon).
 CPU_PROMPT_SHARE = 0.5
 MAX_BYTES_PER_S = 1e13  # of weights; a higher rate would be a timing error of a small expert
@@ -59,7 +59,7 @@ class Machine:
     taken_nbytes: float  # memory that the system and other programs take
     disk_bytes_per_s: float  # the engine reads experts from the SSD at this rate
     weights_bytes_per_s: float  # rate at which a token's arithmetic goes through weights
-    layer_s: float  # seconds of a layer beside its weights
+    layer_s: float  # seconds of a layer, those for its weights left out
     wait_s: tuple[float, float]  # seconds more if a layer reads: from the SSD, from the page cache
     copy_bytes_per_s: float  # experts are read from the page cache at this rate
     # Time for weights of a prompt's token, as a share of a decoded token's; nan: unknown (0 to 1).
@@ -129,7 +129,7 @@ class Machine:
         return self.is_mac and held_nbytes > self.most.least
 
     def prompt_s(self, plan: Plan, tokens: int, slots: int) -> tuple[float, float]:
-        """The least and most seconds until a prompt's next token, if no expert is in memory before.
+        """The least and most seconds until the token after a prompt; at first memory has no expert.
 
         A prompt is computed in parts of ``plan.prompt_tokens`` tokens. Each part reads the experts
         that are in no slot. Reads overlap the arithmetic (least) or come before it (most).
@@ -179,7 +179,7 @@ def _trace(L, K, E, tokens):
 
 
 def distinct(facts: ModelFacts, tokens: int) -> float:
-    """Estimate how many distinct experts of a layer ``tokens`` of ``typical_trace`` need."""
+    """Estimate how many distinct experts ``tokens`` tokens of ``typical_trace`` need in a layer."""
     popular = np.arange(1, facts.num_experts + 1) ** -ZIPF
     low, high = 0.0, 1e9  # bounds of the factor for which one token needs K experts
     for _ in range(100):

@@ -119,7 +119,7 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
     list. The inactive list's tail is reclaimed. The active list's tail moves to the inactive list
     while the active list is more than r times as long as the inactive one. r is 1 for less than
     1 GiB, and sqrt(10 n) for n GiB. A reclaimed page that is read again goes to the active list if
-    at most as many reclaims and activations followed its reclaim as the active list has pages.
+    no more reclaims and activations followed its reclaim than the active list has pages.
     """
     capacity = int(min(nbytes / unit_nbytes, num_units))
     found = np.full(len(units), capacity > 0)

@@ -53,7 +53,7 @@ def _divided(needed, tables):
 
 
 def waited(found: np.ndarray) -> tuple[float, float]:
-    """Return how many reads a token waits for, and how many with equally divided reads."""
+    """Return how many reads a token waits for, and how many if they were divided equally."""
     return float(found.max(2).sum(1).mean()), float(found.mean(2).sum(1).mean())
 
 

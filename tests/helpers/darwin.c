@@ -12,8 +12,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-int level = 1; /* of memory's pressure */
-int fails = 0; /* msync and host_statistics64 do */
+int level = 1; /* of memory pressure */
+int fails = 0; /* 1: msync and host_statistics64 fail */
 int free_pages = 2000000;
 int newer = 0; /* host_statistics64 has 104 words, as on macOS 27 */
 

@@ -1,4 +1,4 @@
-"""DFlash drafts in z-lab's layout, and a model that they are for."""
+"""DFlash drafts in z-lab's layout, and a model that they draft for."""
 
 import json
 

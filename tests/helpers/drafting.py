@@ -62,7 +62,7 @@ def ids(seed, n, batch=1, vocab=V):
 
 
 def seen(c):
-    """The arrays of a cache that the next token depends on."""
+    """Those arrays of a cache on which the next token depends."""
     if isinstance(c, ArraysCache):
         return list(c.cache)
     if c.keys is None or (isinstance(c.offset, int) and c.offset == 0):

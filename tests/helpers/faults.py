@@ -47,7 +47,7 @@ def edit_header(file: Path, edit: Callable) -> None:
 
 @contextlib.contextmanager
 def interrupt(n, package):
-    """Raise KeyboardInterrupt before a package's n-th line; yield a list that gets the line."""
+    """Interrupt before the n-th line that runs in a package; yield a list that gets the line."""
     folder, lines, where = str(Path(package.__file__).parent), itertools.count(1), []
 
     def enter(frame, event, arg):

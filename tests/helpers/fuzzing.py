@@ -2,8 +2,9 @@
 
     python tests/helpers/fuzzing.py BASES FIRST STEP LAST
 
-tries cases FIRST, FIRST + STEP, ... and prints a line of JSON for each. A case follows from its
-number alone: kind of file, file and damage are drawn from ``random.Random(number)``.
+tries cases FIRST, FIRST + STEP, ... and prints a line of JSON before and after each. A case
+follows from its number alone: kind of file, file and damage are drawn from
+``random.Random(number)``.
 """
 
 import faulthandler

@@ -1,4 +1,4 @@
-"""Servers in a test's own process, so that no process has to start, and a client's requests."""
+"""Servers in a test's own process (no other has to start), and a client's requests."""
 
 import json
 import threading

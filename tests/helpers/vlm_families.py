@@ -3,7 +3,7 @@
 FAMILIES[name]              what its config says beyond ``families.COMMON``
 REFUSED[name]               families that moelab refuses, and the words that say why
 BOTH                        families that mlx-lm has, too, with the same names of tensors
-write_checkpoint(name, path)    experts and n-gram tables in 4 bits, and mlx-vlm's own model
+write_checkpoint(name, path)    writes experts and n-gram tables in 4 bits; returns mlx-vlm's model
 """
 
 import copy

@@ -175,7 +175,7 @@ def taken_back(model, strategy, wrong):
 @pytest.mark.parametrize("strategy", ("auto", "states"))
 @pytest.mark.parametrize("family", ("qwen3_5_moe", "qwen3_next"))
 def test_passes_that_are_taken_back_leave_no_bit(family, strategy, load):
-    """``Rollback`` takes less memory than one state for each of the 5 tokens."""
+    """``Rollback`` takes less memory than a state for each of the 5 tokens would."""
     model = load(family)
     want = logits(model)
     got, states = taken_back(model, strategy, [90, 91, 92])

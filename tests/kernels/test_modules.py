@@ -135,7 +135,7 @@ def test_what_does_not_fit_goes_the_way_of_mlx(monkeypatch):
     want = nn.QuantizedLinear.__call__(fast.layers[0], x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
-    monkeypatch.undo()  # from here on MLX computes small matrices (all on macOS)
+    monkeypatch.undo()  # from here on MLX computes small matrices (on macOS all matrices)
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
     assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
     monkeypatch.setattr(modules, "HERE", Mac())

@@ -1,4 +1,4 @@
-"""Products are near those of dequantized matrices, and depend on no other row or thread."""
+"""Products are near those of dequantized matrices. No other row and no thread changes a row."""
 
 import mlx.core as mx
 import numpy as np

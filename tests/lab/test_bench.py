@@ -53,7 +53,7 @@ def test_a_text_is_fed_in_place_of_greedy_tokens(streamed, warmup):
     with record(streamed) as trace:
         got = decode(streamed, prompt, 9 - warmup, warmup, feed=fed)
     assert stats(streamed).decode.tokens == 9 - warmup
-    n = len(prompt) - 1  # the prompt's last token goes in by itself
+    n = len(prompt) - 1  # the prompt's last token is read by itself
     assert trace.tokens.tolist()[: len(ids)] == ids
     assert trace.phase.tolist()[: len(ids)] == ["prefill"] * n + ["decode"] * 10
     best = mx.argmax(streamed(mx.array([ids]))[0], axis=-1).tolist()
@@ -208,7 +208,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
 
 
 def test_costs_follow_from_the_samples():
-    """Overlap hides half of the shorter one, reads or arithmetic (a quarter with direct reads)."""
+    """Overlap hides half (with direct reads a quarter) of the shorter of reads and arithmetic."""
     L, K, nbytes, hit_s = 2, 4, 10, 0.01
     own = {"fixed_s": 7e-3, "held_fixed_s": 6e-3, "expert_s": 1e-4, "prompt_token_s": 1e-3}
     warm = {"warm_call_s": 1e-5, "warm_s_per_byte": 1e-6}

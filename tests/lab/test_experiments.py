@@ -216,4 +216,4 @@ def test_the_shipped_tokenizer_is_exact():
 def test_the_shipped_model_is_trained_and_each_token_uses_its_experts():
     bits_per_byte, shares = evaluate.evaluate(TINY_MOE, [HELDOUT["jinja2__visitor.py"][:200]])
     assert shares.shape == (8, 64) and np.allclose(shares.sum(1), 8)
-    assert 0.5 < bits_per_byte < 2, "1.03 of these characters"
+    assert 0.5 < bits_per_byte < 2, "these characters take 1.03"

@@ -20,7 +20,7 @@ WORDS = {"title": "t", "finding": "found"}
 
 
 def samples(**header):
-    """``a`` takes 1 to 3 s over 4 slots, ``b`` twice as long over 4 and 8."""
+    """With 4 slots ``a`` takes 1 to 3 s, ``b`` twice as long; with 8 ``b`` takes 4 to 12 s."""
     rows = [
         {"variant": name, "round": i, "slots": n, "seconds": (i + 1.0) * times * n / 4}
         for name, times, slots in (("a", 1, (4,)), ("b", 2, (4, 8)))
@@ -155,7 +155,7 @@ show(draw())
 explore(draw, k=slider("k", 2, 3, 2))
 """
 DRAWING = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
-# Texts that cells write to stderr, and their counts in the page: 1 in the code, 1 more if shown.
+# Texts that cells print to stderr: 1 if the page has a text only in the code, 2 if it shows it.
 STDERR = {
     "bench: 100%|██████| 3/3 [01:02<00:00,  2.1 s/run] load: 7file [00:01, 5.6file/s]": 1,
     "  0%|          | 0/3 [00:00<?, ?run/s]out of memory": 2,

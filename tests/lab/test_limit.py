@@ -87,7 +87,7 @@ def test_bench_under_a_limit_says_what_was_killed(limits):
 
 
 def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
-    """``check`` says how many slots commands take and why, what repack gains, or why none fit."""
+    """``check`` says how many slots commands take and why, what repack gains; or why none fits."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
     check.check(TINY)
     *lines, blocks, chosen = capsys.readouterr().out.splitlines()

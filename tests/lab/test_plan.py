@@ -23,7 +23,7 @@ TINY = moelab.DATA / "models" / "tiny-moe"
 # Tests on a GPU load models in float32: the scales take more memory than in a user's model.
 on_a_cpu = pytest.mark.skipif(mx.default_device() == mx.gpu, reason="needs a user's plans")
 
-# Published parameters, in billions. An n-gram table of 51 at 5 bits counts as 57 at 4.5 bits.
+# Published parameters, in billions. An n-gram table of 51 with 5 bits each counts as 57 with 4.5.
 PUBLISHED_B = {
     "qwen3.5-35b-a3b": 34.7, "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397,
     "qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "gpt-oss-20b": 20.9, "gpt-oss-120b": 117,

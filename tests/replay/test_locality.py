@@ -31,7 +31,7 @@ def test_lru_hit_rate(small):
 @pytest.mark.parametrize("slots", (0, 4, 7, 16, 99))
 @pytest.mark.parametrize("m", (1, 3, 39))
 def test_missing(small, m, slots):
-    """A loop agrees: it drops the last ``slots`` experts used before a window from the window's."""
+    """A loop agrees; the ``slots`` experts used last before a window are held when it begins."""
     T, L, _ = small.experts.shape
     want = np.zeros((T - m + 1, L))
     for layer in range(L):
@@ -121,7 +121,7 @@ def test_four_times_the_experts_have_the_hit_rate_of_the_trace(name):
 
 
 def test_without_room_for_variants_a_token_takes_its_most_frequent_experts():
-    """Tokens outside the trace share sets of experts (kinds), and use the same experts most."""
+    """Tokens outside the trace share kinds (sets of experts); the same experts are used most."""
     trace = recorded_trace("code")
     routing = by_token.fit(trace, 8, 64, 8, 8192, 1024)
     token = np.bincount(trace.tokens).argmax()

@@ -1,4 +1,4 @@
-"""A token's time by a machine's rates, the best setting, and the reads of several ranks."""
+"""How a token's time follows from a machine's rates; the best setting; reads of several ranks."""
 
 from dataclasses import replace
 

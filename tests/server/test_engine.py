@@ -72,7 +72,7 @@ def test_a_text_ends_before_its_first_stop_string(client, texts):
 @two_servers
 def test_what_was_read_before_is_not_read_again(client, mlx):
     """Kept caches serve a repeated prompt, a conversation that goes on, and the same instructions
-    before another text. A prompt that is the beginning of a kept prompt reads only one token."""
+    before another text. Of a prompt that begins a kept prompt only one token is read."""
     rules = {"role": "system", "content": '"""Notes about a queue of jobs, and how it empties.\n'}
     messages, length = [rules], 0
     for text in ("class Queue:\n    def push(self):", "def write(line):"):

@@ -215,8 +215,8 @@ ORIGINS = [(None, 200), ("http://a.org", 200), ("null", 403), ("\x1b[2Jred", 403
 
 @pytest.mark.parametrize("origin, status", ORIGINS)
 def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
-    """Other pages may not read any answer, and nothing is computed for them. An answer is not lost
-    although the connection closes after it."""
+    """Other pages may not read any answer, and nothing is computed for them. An answer arrives
+    although its connection then closes."""
     caplog.set_level("INFO")
     headers = {"Connection": "close"} | ({"Origin": origin} if origin else {})
     answer = fake.post("/completions", json={"prompt": "x" * 10**6}, headers=headers)
@@ -370,7 +370,7 @@ def attack(url, rng):
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_a_hostile_crowd(draft, tmp_path):
-    """Four clients are hostile. Two others get the text that a client alone gets, or a refusal. The
+    """Four clients are hostile. Two others get the text that a lone client gets, or a refusal. The
     server has a draft and a memory limit, or batches and no limit. MOELAB_CROWD_S=3600: an hour."""
     drafted = ("--context", "2048", "--draft", str(DATA / "models/tiny-dflash"))
     options, most = (drafted, 300_000_000) if draft else (SLOTS, None)
@@ -405,7 +405,7 @@ def test_a_hostile_crowd(draft, tmp_path):
 
 @pytest.mark.parametrize("end, nohup", [(signal.SIGHUP, False), (signal.SIGTERM, True)])
 def test_a_hang_up(end, nohup, tmp_path):
-    """The server saves its prompts and ends if its terminal closes, unless nohup keeps it."""
+    """The server saves its prompts and ends if its terminal closes, unless nohup keeps it alive."""
     kept = tmp_path / "kept"
     options = (*SLOTS, "--prompt-cache-dir", str(kept))
     with process(tmp_path, *options, ends=[end], nohup=nohup) as server:

@@ -39,7 +39,7 @@ GOOD = {  # a call of ``add`` with {"a": 1}, with its markers
 
 
 def cut(text, places):
-    """Cut a text at ``places``; larger numbers start again from the text's beginning."""
+    """Cut a text at ``places``; numbers beyond the text count again from its beginning."""
     places = sorted({0, len(text), *(p % (len(text) + 1) for p in places)})
     return [text[a:b] for a, b in pairwise(places)]
 
@@ -61,7 +61,7 @@ def thought(text):
     return Run("reasoning", text)
 
 
-# Few letters, so that stop strings are found, overlap and begin one another.
+# Few letters, so that stop strings are found, overlap, or are the beginning of others.
 letters = st.text("aab é<\U0001f600", max_size=40) | st.text(max_size=30)
 stops = st.lists(st.text("ab é<\U0001f600", min_size=1, max_size=5), max_size=5)
 cuts = st.lists(st.integers(0, 1000), max_size=12)

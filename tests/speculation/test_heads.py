@@ -220,7 +220,7 @@ def test_greedy_text_at_every_block_size(name, mode, kernels, i):
     tokens = 24 if FAST else 100
     prompt, expected = texts(20)[i], written(i, tokens, kernels)
     draft = open_draft(MODELS / name, kernels)
-    for block in (2, 7, 16):  # the token before the drafts is counted
+    for block in (2, 7, 16):  # a block has the token before the drafts, too
         made = steps(trained(mode, kernels), prompt, draft, block - 1, tokens)
         got = [t for t, *_ in made]
         assert len(got) == tokens
@@ -263,7 +263,7 @@ def in_original_form(name, weights):
 
 
 def same(head, expected, D):
-    """Return whether three calls of a head compute ``expected(embedded, hidden)`` in parts."""
+    """Return whether a head computes ``expected(embedded, hidden)`` in three calls, in parts."""
     mx.random.seed(2)
     embedded, hidden = mx.random.normal((1, T, D)), mx.random.normal((1, T, D))
     cache, wanted = make_prompt_cache(head), expected(embedded, hidden)

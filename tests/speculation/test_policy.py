@@ -96,7 +96,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """Return the share of time that drafts add to a text; one token's time is not counted."""
+    """Return how much longer drafts make a text, as a share; one token's time is not counted."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:
@@ -116,7 +116,7 @@ def test_it_rarely_costs_more_than_three_percent():
 
 
 def pays(world):
-    """Whether drafting gains 50% or more, and a failed draft costs half a token or less."""
+    """Whether drafting gains 50% or more, and a failed draft costs half a token's time or less."""
     # If a failure costs more, the bound on losses lets the policy try too rarely in 2000 tokens.
     failed_s = world.draft_s(1) + world.verify_s(2) - 1 + 4 * world.miss
     return failed_s <= 0.5 and world.best() >= 1.5

@@ -125,7 +125,7 @@ def test_hugging_face_layout(name, tmp_path):
         assert_streams(path)
 
 
-# Families with K = 2, with K = 1, with fc1 and fc2, and with inputs [T, D].
+# qwen3_moe has K = 2, llama4 K = 1, nemotron_h fc1 and fc2, deepseek_v41 inputs [T, D].
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4", "nemotron_h", "deepseek_v41"])
 def test_batches(name, stored):
     """A batch of any B, T and K gives mlx-lm's logits, with MLX's kernels."""

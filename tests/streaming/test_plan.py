@@ -271,7 +271,7 @@ def test_a_prompt_longer_than_the_memory_allows_is_computed_in_parts(monkeypatch
 @pytest.mark.skipif(not can_empty(), reason="MADV_DONTNEED is Linux's")
 @pytest.mark.parametrize("settings", [{}, {"prefetch": "lookahead", "policy": "lfu"}])
 def test_slots_lend_their_memory_to_a_prompt(settings):
-    """A short prompt borrows less. A prompt's last chunk gives no slot back. Texts are the same."""
+    """A short prompt borrows less memory. A prompt's last part returns no slot. Texts are equal."""
 
     def text(model, look):
         cache, tokens = make_prompt_cache(model), []
@@ -320,7 +320,7 @@ def test_an_empty_slot_has_no_memory_and_can_be_written_again():
 
 @pytest.fixture
 def room(monkeypatch):
-    """A function that sets each call's free memory to that of ``slots`` slots + ``more`` bytes."""
+    """A function that lets each call find memory for ``slots`` slots and ``more`` bytes."""
     monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
 
     def set_room(model, slots, more=0):

@@ -45,7 +45,7 @@ def want():
 
 
 def run(name, want, steps=40, **fields):
-    """Decode and check the logits in ``want``; return the counters. Closing ends all threads."""
+    """Decode, compare with the logits in ``want``, return counters. Closing ends all threads."""
     others = {*threading.enumerate()}
     with loaded(TINY_MOE, **{"slots": SLOTS, **fields}, prefetch=name) as model:
         if name == "oracle":
@@ -248,7 +248,7 @@ def test_auto_asks_nobody_while_it_is_off_and_records_nothing_anew(moe, small_ma
 
 
 def calls(trial, missing, milliseconds, num, rng):
-    """Return which of ``num`` calls prefetch; ``milliseconds`` has times without and with it."""
+    """Return which of ``num`` calls prefetch; ``milliseconds``: times without, and with it."""
     ons, near = np.zeros(num, int), 0.0
     for i, (m, ms) in enumerate(zip(missing, milliseconds.T)):
         ons[i], near = trial.on, 0.5 * near + rng.normal(0, 0.07)
@@ -264,7 +264,7 @@ REGIMES = list(itertools.product((120, 12), (0.15, 1.2), (0.37, 1.25)))
 
 @pytest.mark.parametrize("missed, read_ms, share", REGIMES)
 def test_auto_is_as_fast_as_the_better(missed, read_ms, share):
-    """``auto`` has 98% of the best speed after 256 tokens. Trials cost 1% of the first 128."""
+    """``auto`` has 98% of the best speed after 256 tokens. Trials cost the first 128 tokens 1%."""
     costs = []
     for begins, seed in itertools.product((False, True), range(8)):
         rng = np.random.default_rng(seed)

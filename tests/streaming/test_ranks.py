@@ -112,7 +112,7 @@ def checkpoints(tmp_path_factory):
 ENDED = "another rank has ended"
 ROUNDS = "the machines round differently"  # and choose other experts
 # The second rank's checkpoint and settings, then what each of the two ranks says. If both ranks
-# have equal checkpoints and settings, the second rank does what the case names in an answer.
+# have equal checkpoints and settings, the second rank does, amid an answer, what the case names.
 WRONG = {
     "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
     "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),
@@ -233,7 +233,7 @@ def served(tmp_path):
 
 
 def test_serve(served, alone):
-    """Texts run in batches or alone with a seed. Clients that leave or are refused stop no rank."""
+    """A seed changes no greedy text. Clients that leave or are refused stop no rank."""
     processes, client = served
     expected = alone(16)
     for more in ({}, {"seed": 1}):  # a seed changes no greedy text

@@ -144,7 +144,7 @@ def test_bytes_land_in_slots(path, packed, kernel, align, tmp_path, monkeypatch)
 @needs_kernels
 @pytest.mark.parametrize("room", (1 << 40, 3))
 def test_a_prompt_lets_the_system_read_what_comes_next(path, room, monkeypatch):
-    """The system is asked for missing experts of this and the next layer, as many as have room."""
+    """The system is asked to read this and the next layer's missing experts, as many as fit."""
     with loaded(path, slots=K) as model:
         session, asked = session_of(model), []
         bank, L = session.layers[0].slots.bank, len(session.layers)

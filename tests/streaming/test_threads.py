@@ -38,7 +38,7 @@ def greedy(model, prompt, steps=6):
 
 
 def in_threads(work, arguments):
-    """Run ``work`` in a thread for each argument at once; return the results or raise an error."""
+    """Run ``work`` on all arguments at once, each in a thread; return results or raise an error."""
     with ThreadPoolExecutor(len(arguments)) as pool:
         return list(pool.map(work, arguments))
 

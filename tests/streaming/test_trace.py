@@ -56,7 +56,7 @@ def test_a_file_gives_the_trace_back(tmp_path, trace):
 
 
 def test_what_is_no_trace(tmp_path, in_time, monkeypatch):
-    """A trace that contradicts itself, a FIFO and a small file of many gigabytes are refused."""
+    """A trace that contradicts itself, a FIFO and a file that unpacks to gigabytes are refused."""
     t = random_trace()
     for args, said in (
         ((t.experts[0], t.phase, t.tokens), r"expected \[T, L, K\]"),

@@ -79,7 +79,7 @@ def test_family_of_mlx_vlm(name, mode, checkpoint):
 
 @pytest.mark.parametrize("name", vlm_families.NAMES)
 def test_lookahead_in_mlx_vlm(name, checkpoint):
-    """On a Mac's GPU each family reads so by default, unless its routers cannot be asked."""
+    """On a Mac's GPU each family reads ahead like this by default, if routers can be asked."""
     path, want = checkpoint(name)
     if name in ("deepseek_v4", "gemma4", "gemma4_text"):  # they take token ids, or the routing
         with pytest.raises(ValueError, match="lookahead': .*Use prefetch='none'"):
@@ -195,7 +195,7 @@ def test_a_text_begins_anew(checkpoint):
 
 @pytest.mark.parametrize("name, layout", [("laguna", "packed"), ("qwen3_5_moe", "authors'")])
 def test_gate_and_up_in_one_tensor(name, layout, checkpoint, tmp_path):
-    """A packed folder has two tensors, the authors' one ``[E, 2F, D]``, other names and images."""
+    """Packed: two tensors. The authors' layout: one ``[E, 2F, D]``, other names, and images."""
     if layout == "packed":
         path, want = checkpoint(name)
         repack(path, path := tmp_path / "packed", progress=False)

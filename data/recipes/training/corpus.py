@@ -154,7 +154,7 @@ def take(documents, quota):
 
 
 def split(documents):
-    """Divide documents into train, valid and heldout, without near copies in or between them."""
+    """Divide documents into train, valid and heldout; leave out near copies in or between these."""
     by_package = defaultdict(list)
     for document in documents:
         by_package[document[0]].append(document)

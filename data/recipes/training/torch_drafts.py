@@ -3,7 +3,7 @@
     python data/recipes/training/torch_drafts.py TEXT MODEL OUT [STEPS [NAME...]]
 
 TEXT is what ``tiny_drafts.py text`` wrote, MODEL the target; without a NAME all drafts are trained.
-Parameters have the names of z-lab's files (DFlash), of mlx-lm and of mlx-vlm.
+Parameters have the names of z-lab's files (DFlash), of mlx-lm (decoder) and of mlx-vlm (MTP).
 
 Letters in shapes are those of ``tiny_moe.py``, and P prompt tokens, A anchors, b block size,
 V vocabulary, n target layers that are read. MTP is multi-token prediction.

@@ -318,7 +318,7 @@ class Model(nn.Module):
         self.token_loss = torch.compile(token_loss, dynamic=False)
 
     def forward(self, ids):
-        """Return each token's loss in nats but the first's, [B, T - 1], and the balance loss."""
+        """Return the loss in nats of all tokens but the first, [B, T - 1], and the balance loss."""
         x, layers = self.language_model.model(ids[:, :-1])
         weight = self.language_model.model.embed_tokens.weight
         loss = self.token_loss(x.flatten(0, 1), weight, ids[:, 1:].flatten())
@@ -326,7 +326,7 @@ class Model(nn.Module):
 
 
 class Writer:
-    """Continue many texts at once to one length with the target; replay one CUDA graph.
+    """Continue many texts at once, all to the same length, with the target, by one CUDA graph.
 
     The first ``sampled`` texts are sampled, the others greedy; ``head`` is the float32 embedding.
     """

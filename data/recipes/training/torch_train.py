@@ -21,7 +21,8 @@ from torch_qwen import Model
 DECAY = 0.1  # weight decay of the matrices
 BALANCE = 0.01  # weight of the balance loss
 WARMUP = 300  # steps until the rate is at its highest
-# The rate falls to zero after the first share of the time; rounding begins after the second.
+# Shares of the time: after the first the rate falls (at the end to zero), after the second
+# weights are rounded.
 FALL_FROM, QUANTIZE_FROM = 0.4, 0.6
 RATE = 8e-3  # the highest learning rate
 BATCH, LENGTH = 64, 2048  # sequences in a step, tokens in a sequence

@@ -22,7 +22,7 @@ HEADS |= {"reasoning": {"type": "reasoning", "summary": []}, "call": {"type": "f
 # Calls of services that this server does not have.
 SERVICES = {"web_search_call", "file_search_call", "tool_search_call", "tool_search_output"}
 SERVICES |= {"image_generation_call", "code_interpreter_call", "mcp_list_tools"}
-_latest = {}  # items of the latest answers, by id: clients may send an item's id only
+_latest = {}  # items of the latest answers, by id: clients may send only an item's id
 STATES = {"begin": "in_progress", "more": "in_progress", "end": "completed", "cut": "incomplete"}
 TEXTS = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 SIGNATURE = "moelab"  # the signature of thoughts; clients may drop thoughts without one
@@ -141,7 +141,7 @@ class _Response:
     """An answer that is a list of items."""
 
     def __init__(self, asked: Asked):
-        self._items, self._numbers = Items(), count()  # of events
+        self._items, self._numbers = Items(), count()  # numbers of events
         tools = asked.body.get("tools") or ()
         self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
         self._answer = {"id": f"resp-{asked.id}", "object": "response", "status": "in_progress"}

@@ -28,7 +28,7 @@ class _Choices:
         return self._head | {"choices": choices, "usage": self._usage(parts)}
 
     def begin(self) -> Iterable[Body]:
-        """Send an empty part first: OpenAI's client would count log probabilities in it twice."""
+        """Send an empty part first: OpenAI's client counts the first log probabilities twice."""
         return (event for i in range(len(self._asks)) for event in self.part(i, Part()))
 
     def idle(self) -> None: ...

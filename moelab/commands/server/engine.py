@@ -230,7 +230,7 @@ class Engine:
         text.place, self._texts[text.number] = place, self._texts.pop(text.number)
 
     def _try(self, work, *texts):
-        """Do ``work`` for a text or the batch. An error ends these texts; with ranks, all texts."""
+        """Do ``work`` for a text or the batch. An error ends it or, with ranks, all texts."""
         try:
             work(*texts)
         except Exception as e:
@@ -255,7 +255,7 @@ class Engine:
         return not texts or (len(texts) < self.served.most_texts and fits)
 
     def _open(self, text):
-        """Fetch caches kept for a prompt's beginning, and choose how to read the rest."""
+        """Fetch the caches kept for a prompt's beginning; choose how to read the prompt's rest."""
         served, ask, cuts = self.served, text.ask, dict(text.ask.cuts)
         text.tokens = ask.tokens[:]
         text.processors = make_logits_processors(**ask.penalties) + [text.mask] * bool(text.mask)

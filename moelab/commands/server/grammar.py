@@ -26,7 +26,7 @@ def _library():
 
 
 def check(schema: Body, *path: str) -> None:
-    """Refuse an unsupported schema; the error names the wrong part, by a path that begins so."""
+    """Refuse an unsupported schema; the error says where, by a path that begins with ``path``."""
     matcher = _library().LLMatcher
     known = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
 

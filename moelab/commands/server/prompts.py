@@ -43,7 +43,7 @@ class Prompts:
             self._files.write([(k.tokens.tolist(), k, k.kind) for k in self._kept.values()])
 
     def fetch(self, tokens: list[int]) -> tuple[list | None, int]:
-        """Copy the caches of the longest start of ``tokens[:-1]``; return them and its length."""
+        """Copy the caches of the longest start of ``tokens[:-1]``; return them and that length."""
         cache, rest = self._lru.fetch_nearest_cache(MODEL, tokens[:-1])
         cached = len(tokens[:-1]) - len(rest)
         return (list(cache), cached) if cached else (None, 0)
@@ -72,7 +72,7 @@ class Prompts:
         prompt, known = np.array(tokens[:-1]), [kept.tokens for kept in self._kept.values()]
         shared = max((same(prompt, other) for other in [*known, *self._latest]), default=0)
         self._latest.append(prompt)
-        return shared if shared >= cached + 16 else 0  # reading fewer tokens again is cheaper
+        return shared if shared >= cached + 16 else 0  # fewer tokens are cheaper to read again
 
     def trim(self, nbytes: int) -> None:
         """Forget prompts until ``nbytes`` of the limit are left for texts being written."""

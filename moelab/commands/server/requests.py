@@ -271,7 +271,7 @@ class Dialect:
     kind: type[ChatRequest] | type[CompletionRequest]
     answer: Callable[["Asked"], Answer]
     error: Callable[[str, str | None, int, str | None], Body]  # takes words, field, status and code
-    names: dict[str, str] = field(default_factory=dict)  # the dialect's field names to ``kind``'s
+    names: dict[str, str] = field(default_factory=dict)  # from the dialect's to ``kind``'s
     prompt: str = "messages"
     too_long: str = (  # the words that clients look for
         "This model's maximum context length is {most} tokens. However, your {prompt} resulted in "

@@ -123,7 +123,7 @@ def measure(
 
 
 def _as_dict(variant):
-    """Turn a variant into a dict of its config's fields and its other fields, except defaults."""
+    """Turn a variant into a dict: its config's fields, and other fields that are no defaults."""
     own = {f.name: getattr(variant, f.name) for f in fields(variant)}
     default = Variant(own.pop("config"))
     set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
@@ -133,7 +133,7 @@ def _as_dict(variant):
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # a page counts for who reads it first
+        oscache.drop_pages(folder(variant.path or path))  # a page counts for its first reader
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -173,7 +173,7 @@ SHOWN = {  # columns of the report's table
 
 
 def report(samples: "DataFrame") -> str:
-    """Write a bench's medians, and each mode's plan and speed relative to the resident model."""
+    """Write a bench's medians, each mode's speed relative to the resident model, and its plan."""
     s, alive = samples.attrs["settings"], samples[~samples.killed]
     shown = {n: alive.eval(c) for n, c in SHOWN.items() if c.partition(" ")[0] in samples}
     by_variant = alive[["variant"]].assign(**shown).groupby("variant", sort=False)

@@ -54,7 +54,8 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
     """Time reads, tokens and one expert's arithmetic, and return the record.
 
     Tokens with as many misses as possible are timed, and also their reads alone and their
-    arithmetic alone. The difference is what the arithmetic hides. A terminal shows a progress bar.
+    arithmetic alone. The sum of both, less the whole token's time, is what overlap hides. A
+    terminal shows a progress bar.
     """
     config = config or StreamConfig()
     size = footprint(path, StreamConfig(mode="resident", top_k=config.top_k))
@@ -66,7 +67,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
         )
     settings = {"model": Path(path).name, **settings_of(planned(path)), "K": K, "samples": tokens}
     running, rng = records.Running("costs", settings, tabled=False), np.random.default_rng(0)
-    most, rows, models = min(K, E - K), [], {}  # the most misses of a token in a layer
+    most, rows, models = min(K, E - K), [], {}  # the most misses that a token can have in a layer
 
     def made(misses, num):
         return rows_with_misses(misses, num, L, E, K, rng)

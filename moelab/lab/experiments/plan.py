@@ -33,8 +33,8 @@ from ..models import CONFIG, folder, named, planned
 from .costs import measure_costs
 
 # A speed is probably within this factor of its plan. ``FORMULA_NEAR``: how many published speeds
-# lay within the factor of a formula that was fitted to other speeds. ``OWN_NEAR``: how many of our
-# own speeds lay within the factor of a plan with measured costs (data/recipes/published.py).
+# were so near to a formula that was fitted to other speeds. ``OWN_NEAR``: how many of our own were
+# so near to plans with measured costs (data/recipes/published.py).
 FORMULA_SPREAD = 1.5
 FORMULA_NEAR = (
     "six of seven published sources left out of the fit were so near, the worst 3.3 times off"
@@ -84,7 +84,7 @@ class Forecast:
         L = facts.num_layers
         positions = drafts + 1
         tau = float(sum(accepted**i for i in range(positions)))  # tokens that a pass commits
-        read = tau + REJECTED_READS * (positions - tau)  # a pass's reads, in tokens' reads
+        read = tau + REJECTED_READS * (positions - tau)  # a pass's reads; a token's are 1
         experts_nbytes = L * distinct(facts, positions) * facts.expert_nbytes
         share = 0.0 if math.isnan(machine.prompt_share) else machine.prompt_share
         nbytes = max(facts.dense_nbytes + experts_nbytes, share * positions * facts.active_nbytes)
@@ -155,7 +155,7 @@ def forecast(
     top_k: int | None = None,
     slots: int | None = None,
 ) -> Forecast:
-    """Forecast a published model on a machine, by default with its top-k and the plan's slots."""
+    """Forecast a published model on a machine; defaults: the model's top-k, the plan's slots."""
     plan = _fitting(name, machine, bits, top_k)
     facts, slots = plan.facts, slots or plan.slots
     held = plan.other_nbytes + slots * facts.slot_nbytes  # may be more than fits
@@ -218,7 +218,7 @@ def _say_measuring():
 
 
 def _here():
-    """Return the folder whose drive is measured: the current one, or else a temporary folder."""
+    """Return the folder whose drive is measured: the current one if writable, else another."""
     return Path.cwd() if os.access(".", os.W_OK) else Path(tempfile.gettempdir())
 
 

@@ -4,7 +4,7 @@
 
 On CPUs and on Macs the ranks talk over MLX's ring and share this machine's processors, memory bus
 and SSD. Each rank has its own memory limit (on Linux), which includes the page cache. In some runs
-each rank has a simulated slow SSD: a layer waits as long as its reads take at a fixed rate.
+each rank has a simulated slow SSD: a layer waits as long as its reads would take at a fixed rate.
 Where MLX has CUDA, the ranks talk over NCCL, and each has a GPU and no limit.
 """
 

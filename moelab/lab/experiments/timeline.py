@@ -47,7 +47,8 @@ HOST = {
     "Python": "python_s",
 }
 ARITHMETIC, MLX, READING, WAITING, BEGINNING, SCHEDULING, PYTHON = HOST
-# A call gets a span only in these outer calls (None: in no call). A kernel in a read is reading.
+# A call gets a span only in these outer calls (None: in no call). A kernel that a read calls
+# counts as reading.
 OUTER = {ARITHMETIC: (PYTHON,), MLX: (PYTHON,), READING: (None, PYTHON, BEGINNING)}
 CALLS = {  # the engine's calls that are noted
     ARITHMETIC: [(Kernel, "__call__")],

@@ -3,9 +3,10 @@
     python -m moelab.lab pages NOTEBOOKS FOLDER [NAME...]
     python -m moelab.lab index FOLDER [OWNER/REPOSITORY]
 
-A page needs neither kernel nor network. All pages share one file, ``plotly.min.js``. ``NAME.json``
-beside a page has its title and answer, for the index. Pages from another machine may lie in a
-folder inside FOLDER, such as ``macos-15``. Both folders get an index with a link to the other one.
+A page needs neither a Jupyter kernel nor a network. All pages share one file, ``plotly.min.js``.
+``NAME.json`` beside a page has the page's title and answer, for the index. Pages from another
+machine may lie in a folder inside FOLDER, such as ``macos-15``. Both folders get an index with a
+link to the other one.
 """
 
 import html

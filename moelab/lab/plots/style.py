@@ -20,7 +20,7 @@ SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "
 PATTERNS = ("", "/", "x")
 GREY = "#595959"
 
-# Sizes are in pixels, line lengths (of an axis title on a phone, of a legend) in characters.
+# Sizes are in pixels. Lines of a legend, and of an axis title on a phone, are in characters.
 PLOT_HEIGHT = 300
 TOP, FOOTER = 22, 54  # room above the plot; below it, for ticks and axis title
 LEGEND_LINE, LEGEND_KEY, CHARACTER = 22, 55, 7.5
