@@ -278,7 +278,7 @@ def test_clients_that_take_nothing_or_little(fake, monkeypatch, takes):
 
 
 def test_an_address(run):
-    """A taken address is refused; 200 clients (128 on macOS) can wait at a free address."""
+    """A taken address is refused; 100 clients can wait at a free one, 200 on Linux."""
     with http.listen("127.0.0.1", 0) as taken, ExitStack() as stack:
         address = f"--port {taken.getsockname()[1]}"
         got = run("serve", MODEL, *address.split())
