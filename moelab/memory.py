@@ -136,7 +136,7 @@ def swapped_s() -> tuple[float, float] | None:
 
 
 def memory_on_gpu() -> int | None:
-    """Bytes that a GPU's arrays may still take (Metal: of the machine's memory); None on a CPU."""
+    """Bytes that a GPU's arrays may still take (on Metal shared with the CPU); None on a CPU."""
     if mx.default_device() == mx.cpu:
         return None
     info = mx.device_info()

@@ -20,7 +20,7 @@ from .pagecache import Replay, replay
 EQUAL = 0.02
 # A repack that saves a smaller share of a token's time is not worth a second copy of the file.
 WORTH_A_COPY = 0.03
-NUM_SLOTS = 12  # how many numbers of slots are compared if none are given
+NUM_SLOTS = 12  # as many are compared if none are given
 
 
 class Setting(NamedTuple):

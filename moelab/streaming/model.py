@@ -86,7 +86,7 @@ class LoadedModel:
                 if not last:
                     mx.eval([c.state for c in cache])
                     return_free_memory()  # else the heap would grow a little with each part
-            # Begin to compute: another thread, which may run the next call, cannot begin that.
+            # Begin to compute the states: the next call may run in a thread that cannot begin it.
             mx.async_eval(list(recurrent_states(cache or [])))
             return outs[0] if len(outs) == 1 else mx.concatenate(outs, axis=1)
 

@@ -141,7 +141,7 @@ def damage_json(data, rng):
 
 
 def damage_header(data, rng):
-    """Damage the header of a safetensors file. Its data is unchanged."""
+    """Damage the header of a safetensors file, or cut the file anywhere."""
     n = int.from_bytes(data[:8], "little")
     header, rest = data[8 : 8 + n], data[8 + n :]
     how = rng.choices(("cut", "length", "bytes", "edit"), (2, 2, 10, 6))[0]

@@ -215,8 +215,8 @@ ORIGINS = [(None, 200), ("http://a.org", 200), ("null", 403), ("\x1b[2Jred", 403
 
 @pytest.mark.parametrize("origin, status", ORIGINS)
 def test_web_pages_may_ask_if_allowed(fake, caplog, origin, status):
-    """Other pages may not read any answer, and nothing is computed for them. An answer arrives
-    although its connection then closes."""
+    """Other pages may not read any answer, and nothing is computed for them. With
+    ``Connection: close`` an answer arrives, too."""
     caplog.set_level("INFO")
     headers = {"Connection": "close"} | ({"Origin": origin} if origin else {})
     answer = fake.post("/completions", json={"prompt": "x" * 10**6}, headers=headers)

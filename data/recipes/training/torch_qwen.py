@@ -42,7 +42,7 @@ class Conv1d(nn.Module):
             x = torch.cat([before, x], dim=1)
             before.copy_(x[:, 1:])
         length = x.shape[1] - taps + 1
-        # Four shifted products fuse into one kernel; a depthwise cuDNN convolution does not.
+        # torch.compile makes these products one kernel; it cannot fuse cuDNN's convolution.
         return sum(x[:, i : i + length] * self.weight[:, i, 0] for i in range(taps))
 
 
@@ -357,7 +357,7 @@ class Writer:
     def _step(self):
         x = self.model.embed_tokens(self.ids.index_select(1, self.position))
         for layer, state in zip(self.model.layers, self.states):
-            x = layer.forward(x, *state)[0]  # not compiled: the graph needs no compilation
+            x = layer.forward(x, *state)[0]  # not compiled: a CUDA graph replays the step
         logits = self.model.norm(x)[:, 0].float() @ self.head.T
         if self.sampled:
             some = logits[: self.sampled]

@@ -208,7 +208,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers at a socket until Ctrl-C, or until an error ends the engine of one of the ranks."""
+    """Answers at a socket until Ctrl-C, or until an error ends the engine or another rank's."""
 
     def __init__(self, app: CORSMiddleware, engine: Engine, listening: socket.socket):
         super().__init__(uvicorn.Config(app, **UVICORN))

@@ -103,7 +103,7 @@ def direct_loop() -> Callable[[int, int, int, int], None] | None:
 
 @cache
 def built(kind: type["TableCode"], *functions: str) -> Callable | None:
-    """The compiled code of a class; None if llvmlite or a function of libc is missing."""
+    """The compiled code of a class; None without llvmlite or a function of libc, or if it fails."""
     libc = ctypes.CDLL(None)
     if code.llvm is None or not all(hasattr(libc, name) for name in functions):
         return None

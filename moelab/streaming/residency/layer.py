@@ -113,7 +113,7 @@ class LayerSlots:
         self.bank.empty(self.table.num_slots, self.bank.num_slots)
 
     def recover(self) -> None:
-        """Make every slot held or free after an exception. No read may be running."""
+        """After an error, free the slots that were being filled. No read may be running."""
         for group in self.awaited + self.ahead:
             for e in group.slots:  # ``collect`` may have put the expert into the table
                 self.table.slot_of.pop(e, None)

@@ -176,7 +176,7 @@ class Residency:
             layer.report()
 
     def recover(self) -> None:
-        """Make every slot held or free after an exception. No read may be running."""
+        """After an error, free the slots that were being filled. No read may be running."""
         self._finish = None
         for layer in self.layers:
             layer.recover()
