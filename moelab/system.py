@@ -27,7 +27,7 @@ def on_metal() -> bool:
 
 
 class System:
-    """An unknown system: its methods do nothing, and return None for what they cannot say."""
+    """An unknown system: its methods change nothing, and what they cannot say is None or false."""
 
     def drop_pages(self, fd: int) -> str:
         """Drop a file from the page cache, if that needs no root; return the system call's name."""

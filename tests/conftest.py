@@ -92,7 +92,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # runs before -m "not slow" deselects tests
 def pytest_collection_modifyitems(items):
-    """Adds the marker ``slow`` to what ``SLOW`` names."""
+    """Adds the marker ``slow`` to the cases of ``SLOW``'s tests that do not stay."""
     for test, stays in SLOW.items():
         cases = [item for item in items if item.nodeid.partition("[")[0].endswith(test)]
         for i, item in enumerate(cases):

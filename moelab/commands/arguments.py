@@ -105,7 +105,7 @@ def add_sampling(parser: argparse.ArgumentParser, names: tuple[str, ...] | None 
 
 
 def loading_given(args: argparse.Namespace) -> dict:
-    """Turn the options of ``LOADING`` into arguments of ``moelab.load``."""
+    """Turn options of ``LOADING`` into arguments of ``moelab.load``."""
     trust = {"trust_remote_code": args.trust_remote_code}
     return {"adapter_path": args.adapter_path, "tokenizer_config": dict(trust), **trust}
 

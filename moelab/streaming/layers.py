@@ -21,7 +21,7 @@ from .session import Session
 
 
 def kernel_rows(size: int, E: int, S: int, quantized: bool) -> tuple[int, int]:
-    """The fewest and most rows for which S slots get the kernel of E experts and ``size`` rows."""
+    """Fewest and most rows that S slots compute with the kernel for ``size`` rows of E experts."""
     # On a GPU the number of rows decides MLX's kernel, and so its rounding. gather_qmm runs
     # gather_qmv on CUDA for fewer than 8 rows, and gather_qmm_rhs on Metal for at least 4 sorted
     # rows for each matrix. On both, gather_mm runs another kernel for sorted rows.
@@ -53,8 +53,7 @@ class StreamedExperts(nn.Module):
             self._owners = session.ranks.owners(self.num_experts)
             self.owned = self._owners == session.ranks.rank
         # A prefetcher sets a function here while it asks the router. A call then gives the function
-        # the router's indices and computes nothing. This is an attribute and not a hook, since the
-        # session clears the attribute after an interrupt.
+        # the router's indices and computes nothing. The session clears it after an interrupt.
         self.probe = None
         # Makes a bank of S slots. It does not refer to this layer: no cycle keeps a deleted model.
         self._take_bank = partial(SlotBank, module, path, session.located, session.resident)

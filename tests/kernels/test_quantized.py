@@ -1,4 +1,4 @@
-"""Products are near those of dequantized matrices. No other row and no thread changes a row."""
+"""Products are near those of dequantized matrices. Other rows or threads alter no row's result."""
 
 import mlx.core as mx
 import numpy as np

@@ -223,7 +223,7 @@ def at(values, **gate):
 
 
 YES, NO, OPEN = (at(v, least=1) for v in ([2.0], [0.5], [0.5, 2.0]))
-BOUND = {"least": 1.05, "within": 1.1}  # an effect smaller than 1.1 is none
+BOUND = {"least": 1.05, "within": 1.1}  # 1.05 is enough; below 1.1 all else is refuted
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_the_host_learns_the_routing_once_a_layer(path, mode, slots, monkeypatch
         monkeypatch.undo()
         got = moelab.stats(model).decode
         assert (got.calls, got.hits, got.misses) == (num_layers, num_layers * K, 0)
-        mx.eval(model(PROMPT))  # 18 pairs of no more than E experts
+        mx.eval(model(PROMPT))  # 18 uses of at most E experts
         assert 0 < moelab.stats(model).prefill.hits <= num_layers * E
         # On CUDA the GPU writes the routing to pinned memory, without an evaluation.
         assert len(evaluations) == (num_layers if slots < E and not mx.cuda.is_available() else 0)

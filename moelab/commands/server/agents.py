@@ -116,7 +116,7 @@ class ItemsRequest(ChatRequest):
 
 
 class Items:
-    """The items of a streamed answer: one item for each ``Run`` of what was written."""
+    """The items of a streamed answer: neighbouring runs of one kind (not calls) are one."""
 
     def __init__(self):
         self._number, self._runs = -1, []  # the current item's number and runs
