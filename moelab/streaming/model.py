@@ -329,10 +329,9 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
         for module in model.modules():
             if isinstance(module, DiskEmbedding):
                 module.open(session.reader, facts.dtype)
-        mx.eval(model.state)  # another thread cannot compute what this thread leaves lazy
-        for module in model.modules():  # what kimi_k3 compiled in ``facts_of`` reads lazy weights
-            if getattr(module, "_step", None) is not None:
+            if "_step" in vars(module):  # what kimi_k3 compiled in ``facts_of`` reads lazy weights
                 module._step = None
+        mx.eval(model.state)  # another thread cannot compute what this thread leaves lazy
         checkpoint.check_unchanged()
     except BaseException:
         session.reader.close()
