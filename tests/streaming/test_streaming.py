@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from common import STREAMED, TINY_MOE, in_passes, loaded, needs_kernels, tries, watched
 from families import E, K
+from faults import read_in_parts
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -315,6 +316,17 @@ def test_every_part_of_a_call_takes_a_gpus_kernel_of_the_whole(
                     layer.owned = layer._owners = np.arange(E) < E // 2
                 model(prompt)
             assert {mlx_kernel(gpu, *call, weights == "affine4") for call in calls} == found
+
+
+@on_host
+def test_a_gpu_computes_together_what_a_wave_reads(path, monkeypatch):
+    """A part is padded to its kernel's rows: parts of one expert each would be mostly padding."""
+    read_in_parts(monkeypatch)
+    added = watched(monkeypatch, layers.Parts, "add")
+    with loaded(path, slots=E // 2, kernels="mlx") as model:
+        session_of(model).residency._overlap = False  # as on a GPU
+        mx.eval(model(PROMPT))
+        assert 0 < len(added) <= 2 * len(layers.expert_layers(model))
 
 
 @on_host

@@ -106,7 +106,7 @@ class Residency:
                 yield self._all(layer, hits | misses, pairs.size)
                 return
             if ready or not layer.is_copied:
-                yield Arrived(ready or layer.land(), layer.bank, after=after)
+                yield Arrived(ready or layer.land(not self._overlap), layer.bank, after=after)
             elif now and order and layer.host is None and len(layer.awaited) < 2:
                 continue  # begin to read the next experts before waiting for these
             else:
