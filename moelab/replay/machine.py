@@ -94,7 +94,8 @@ class Machine:
         is_mac: bool = False,
     ):
         """Make a machine from costs that were measured on it with the model of ``facts``."""
-        rate = min(MAX_BYTES_PER_S, facts.expert_nbytes / max(costs.expert_s, 1e-12))
+        most = 1e9 * max(CHIPS.values()) if is_mac else MAX_BYTES_PER_S
+        rate = min(most, facts.expert_nbytes / max(costs.expert_s, 1e-12))
 
         def layer_s(fixed_s):
             return float(np.maximum(0.0, fixed_s - facts.dense_nbytes / rate)) / facts.num_blocks

@@ -25,7 +25,7 @@ from ..memory import (
     most_for_a_model,
     return_free_memory,
 )
-from ..system import HERE
+from ..system import HERE, on_metal
 from .config import MOST_NBYTES, SLOT_MODES, StreamConfig
 from .facts import FEW_TOKENS, PROMPT_TOKENS, ModelFacts, grown_nbytes
 from .ranks import Ranks
@@ -34,6 +34,9 @@ from .residency.bank import can_empty
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt:
 # 88 MB, or 111 MB where it compiled the kernels (measured with the four layers of notebook 03).
 PROCESS_NBYTES = 110_000_000
+# MLX keeps so many bytes of freed arrays on Metal while a model streams. Its own limit is 0.95 of
+# what Metal recommends, and a prompt's parts leave arrays of many sizes, which nothing takes again.
+CACHED_NBYTES = 256 * 2**20
 # On CUDA these bytes are in the GPU's memory: MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
@@ -339,7 +342,8 @@ def _for_a_model():
     """Return the bytes a plan may fill, and a pair: bytes available, bytes kept for the system."""
     memory, kept = _memory()
     (total, _), held = HERE.memory(), mx.get_active_memory()
-    return Most(*(min(memory, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)
+    most = (min(memory, nbytes - held) for nbytes in most_for_a_model(total))
+    return Most(*(nbytes - CACHED_NBYTES * on_metal() for nbytes in most)), (memory, kept)
 
 
 def memory_now() -> tuple[int, int]:

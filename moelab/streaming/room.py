@@ -115,6 +115,8 @@ class Room:
         most = self._plan.slots if can_empty() else slots
         more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # leaves memory to spare
         fitting = min(self._most, fitting)
+        if not can_empty() and fitting < slots:  # all slots are read again: then give an eighth
+            fitting = min(fitting, slots - max(1, slots // 8))
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
         warned = kept if kept > slots else self._warned
         self.slots, self._warned = kept, warned

@@ -15,11 +15,12 @@ from mlx_lm.models.cache import ArraysCache
 from .. import interrupts
 from ..checkpoint import FORKED, describe, leaves
 from ..memory import keep_no_holes, return_free_memory
+from ..system import on_metal
 from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
 from .cuda import MAILBOX_SIZE, Handover
 from .facts import FEW_TOKENS, ModelFacts
-from .plan import Plan
+from .plan import CACHED_NBYTES, Plan
 from .ranks import RankError, Ranks
 from .reading import native
 from .reading.reader import Reader
@@ -59,6 +60,8 @@ class Session:
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()
         }
+        streams = on_metal() and config.mode != "resident"
+        self._cache_limit = mx.set_cache_limit(CACHED_NBYTES) if streams else None  # MLX's before
         self.counting = Counting(found)
         # A CPU takes about as long to compute an expert as to read it; a GPU takes far less.
         overlap = mx.default_device() == mx.cpu
@@ -81,6 +84,13 @@ class Session:
     def is_in_call(self) -> bool:
         """Whether the calling thread is in a call of this model."""
         return self._caller == threading.get_ident()
+
+    def close(self) -> None:
+        """Close the reader, and let MLX keep as many bytes of freed arrays as before the load."""
+        self.reader.close()
+        before, self._cache_limit = self._cache_limit, None
+        if before is not None:
+            mx.set_cache_limit(before)
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -66,6 +66,7 @@ def test_a_view_of_a_batch_keeps_no_more_than_itself(model):
     for c in batch:
         c.state = tree_map(lambda a: a[:1] if type(a) is mx.array else a, c.state)
     prompts.keep(TEXT[:40], batch)
+    mx.synchronize()
     before, nbytes = mx.get_active_memory(), sum(c.nbytes for c in batch)
     del batch, c
     assert before - mx.get_active_memory() >= 7 * nbytes

@@ -452,6 +452,30 @@ def test_slots_that_the_user_chose_stay(monkeypatch):
         assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody asked
 
 
+def test_on_metal_few_freed_arrays_are_kept_and_planned(monkeypatch):
+    """Prompts leave arrays of many sizes, and MLX would keep gigabytes of them."""
+    monkeypatch.setattr(plans, "_memory", lambda: (4 * GB, GB))
+    for module in ("session", "plan"):
+        monkeypatch.setattr(f"moelab.streaming.{module}.on_metal", lambda: True)
+    assert plans._for_a_model()[0].some <= 4 * GB - plans.CACHED_NBYTES
+    limits = watched(monkeypatch, mx, "set_cache_limit", lambda nbytes: nbytes)
+    with loaded(TINY_MOE, slots=8):
+        assert limits == [plans.CACHED_NBYTES]
+    assert len(limits) == 2  # closed: MLX's former limit
+    with loaded(TINY_MOE, mode="resident"):
+        assert len(limits) == 2
+
+
+def test_a_gpu_that_is_short_of_a_slot_gives_an_eighth(room, monkeypatch):
+    """A GPU's slots are made anew, and all experts are read again."""
+    monkeypatch.setattr("moelab.streaming.room.can_empty", lambda: False)
+    with loaded(TINY_MOE) as model:
+        mx.eval(model(mx.array([[5]])))
+        room(model, 63, session_of(model).plan.call_nbytes(1) + RESERVE_NBYTES)
+        mx.eval(model(mx.array([[5]])))
+        assert session_of(model).room.slots == 56
+
+
 IN_A_CGROUP = """
 import json, sys, moelab, mlx_lm, numpy as np
 from moelab.streaming.session import session_of

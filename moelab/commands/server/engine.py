@@ -245,7 +245,7 @@ class Engine:
                 if begun and isinstance(e, MemoryError):
                     text.say("length")  # without a limit, a text ends when memory runs out
                 else:
-                    text.tell(e)
+                    text.tell(e.with_traceback(None))  # its frames hold the batch's caches
                 self._end(text)
 
     def _fits(self, text):

@@ -80,12 +80,15 @@ class Prompts:
 
     def make_way(self, nbytes: int = 0) -> bool:
         """Forget prompts until ``free_nbytes + nbytes`` are free; return False if that fails."""
-        short = self._free_nbytes + nbytes - memory_now()[1] if self._free_nbytes else 0
-        left = self._lru.nbytes - short
-        if short > 0:
-            self._lru.trim_to(n_bytes=left)
-            mx.clear_cache()
-            return_free_memory()
+        need = self._free_nbytes and self._free_nbytes + nbytes
+        if need <= memory_now()[1]:
+            return True
+        mx.clear_cache()  # perhaps the freed memory that MLX and the C library keep is enough
+        return_free_memory()
+        left = self._lru.nbytes - max(0, need - memory_now()[1])
+        self._lru.trim_to(n_bytes=left)
+        mx.clear_cache()
+        return_free_memory()
         return left >= 0
 
 
