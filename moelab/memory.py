@@ -36,6 +36,9 @@ PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # A token's slowdown on a Mac that swaps; published: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
+# MLX keeps so many bytes of freed arrays on Metal while a model streams. Its own limit is 0.95 of
+# what Metal recommends, and a prompt's parts leave arrays of many sizes, which nothing takes again.
+FREED_NBYTES = 256 * 2**20
 WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
     f"takes some {CLIFF} times as long, by published speeds"
@@ -60,7 +63,8 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
     is_mac = isinstance(HERE, Mac) if is_mac is None else is_mac
     if not is_mac:
         return Most(*3 * (float("inf"),))
-    return Most(*(ram_nbytes - exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS))
+    needs = (FREED_NBYTES + exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS)
+    return Most(*(ram_nbytes - need for need in needs))
 
 
 def gpu_limit(ram_nbytes: float) -> float:

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from ..checkpoint import leaves
 from ..memory import (
+    FREED_NBYTES,
     STATES_NBYTES,
     WHY_LEFT,
     Most,
@@ -34,9 +35,6 @@ from .residency.bank import can_empty
 # Bytes that a process takes beside its arrays once it has loaded a model and computed a prompt:
 # 88 MB, or 111 MB where it compiled the kernels (measured with the four layers of notebook 03).
 PROCESS_NBYTES = 110_000_000
-# MLX keeps so many bytes of freed arrays on Metal while a model streams. Its own limit is 0.95 of
-# what Metal recommends, and a prompt's parts leave arrays of many sizes, which nothing takes again.
-CACHED_NBYTES = 256 * 2**20
 # On CUDA these bytes are in the GPU's memory: MLX took 70 to 143 MB beside the planned arrays.
 GPU_NBYTES = 160_000_000
 # A tenth of the machine's memory, at most 4 GB, is left to other programs. A cgroup's limit is used
@@ -342,8 +340,8 @@ def _for_a_model():
     """Return the bytes a plan may fill, and a pair: bytes available, bytes kept for the system."""
     memory, kept = _memory()
     (total, _), held = HERE.memory(), mx.get_active_memory()
-    most = (min(memory, nbytes - held) for nbytes in most_for_a_model(total))
-    return Most(*(nbytes - CACHED_NBYTES * on_metal() for nbytes in most)), (memory, kept)
+    most = memory - FREED_NBYTES * on_metal()
+    return Most(*(min(most, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)
 
 
 def memory_now() -> tuple[int, int]:

@@ -14,13 +14,13 @@ from mlx_lm.models.cache import ArraysCache
 
 from .. import interrupts
 from ..checkpoint import FORKED, describe, leaves
-from ..memory import keep_no_holes, return_free_memory
+from ..memory import FREED_NBYTES, keep_no_holes, return_free_memory
 from ..system import on_metal
 from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
 from .cuda import MAILBOX_SIZE, Handover
 from .facts import FEW_TOKENS, ModelFacts
-from .plan import CACHED_NBYTES, Plan
+from .plan import Plan
 from .ranks import RankError, Ranks
 from .reading import native
 from .reading.reader import Reader
@@ -61,7 +61,7 @@ class Session:
             for name, t in facts.located.items()
         }
         streams = on_metal() and config.mode != "resident"
-        self._cache_limit = mx.set_cache_limit(CACHED_NBYTES) if streams else None  # MLX's before
+        self._cache_limit = mx.set_cache_limit(FREED_NBYTES) if streams else None  # MLX's before
         self.counting = Counting(found)
         # A CPU takes about as long to compute an expert as to read it; a GPU takes far less.
         overlap = mx.default_device() == mx.cpu

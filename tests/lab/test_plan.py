@@ -104,7 +104,8 @@ def test_what_is_left_of_a_macs_memory_grows_less_than_the_memory():
     for mac in (small, large):
         most = memory.most_for_a_model(mac.ram_nbytes, is_mac=True)
         need = memory._log_need(mac.ram_nbytes)
-        risks = [1 - need.cdf(log(mac.ram_nbytes - nbytes)) for nbytes in most]
+        left = (mac.ram_nbytes - memory.FREED_NBYTES - nbytes for nbytes in most)
+        risks = [1 - need.cdf(log(nbytes)) for nbytes in left]
         assert risks == pytest.approx(memory.RISKS)
         assert mac.most == tuple(sorted(mac.most)) and not mac.swaps(mac.most.some)
         assert mac.swaps(1.01 * mac.most.least)

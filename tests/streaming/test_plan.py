@@ -26,7 +26,7 @@ from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 import moelab
 from moelab.commands.drafting import open_draft
 from moelab.lab import limit
-from moelab.memory import PAGE_S
+from moelab.memory import FREED_NBYTES, PAGE_S
 from moelab.streaming import model as models
 from moelab.streaming import plan as plans
 from moelab.streaming.facts import FEW_TOKENS
@@ -457,10 +457,10 @@ def test_on_metal_few_freed_arrays_are_kept_and_planned(monkeypatch):
     monkeypatch.setattr(plans, "_memory", lambda: (4 * GB, GB))
     for module in ("session", "plan"):
         monkeypatch.setattr(f"moelab.streaming.{module}.on_metal", lambda: True)
-    assert plans._for_a_model()[0].some <= 4 * GB - plans.CACHED_NBYTES
+    assert plans._for_a_model()[0].some <= 4 * GB - FREED_NBYTES
     limits = watched(monkeypatch, mx, "set_cache_limit", lambda nbytes: nbytes)
     with loaded(TINY_MOE, slots=8):
-        assert limits == [plans.CACHED_NBYTES]
+        assert limits == [FREED_NBYTES]
     assert len(limits) == 2  # closed: MLX's former limit
     with loaded(TINY_MOE, mode="resident"):
         assert len(limits) == 2
