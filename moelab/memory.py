@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from math import exp, log
 from pathlib import Path
 from statistics import NormalDist
@@ -36,8 +36,8 @@ PAGE_S = 10e-6 if isinstance(HERE, Mac) else 60e-6
 NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # A token's slowdown on a Mac that swaps; published: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
-# MLX keeps so many bytes of freed arrays on Metal while a model streams. Its own limit is 0.95 of
-# what Metal recommends, and a prompt's parts leave arrays of many sizes, which nothing takes again.
+# MLX keeps so many bytes of freed arrays in a streamed model's call on Metal. Its own limit is 0.95
+# of what Metal recommends, and a prompt's parts leave arrays of many sizes that none takes over.
 FREED_NBYTES = 256 * 2**20
 WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "
@@ -65,6 +65,17 @@ def most_for_a_model(ram_nbytes: float, is_mac: bool | None = None) -> Most:
         return Most(*3 * (float("inf"),))
     needs = (FREED_NBYTES + exp(_log_need(ram_nbytes).inv_cdf(1 - risk)) for risk in RISKS)
     return Most(*(ram_nbytes - need for need in needs))
+
+
+@contextmanager
+def few_freed() -> Iterator[None]:
+    """Let MLX keep at most ``FREED_NBYTES`` of freed arrays while the block runs."""
+    before = mx.set_cache_limit(FREED_NBYTES)
+    try:
+        yield
+    finally:
+        if before != FREED_NBYTES:  # else another thread's block runs, or ran when this one began
+            mx.set_cache_limit(before)
 
 
 def gpu_limit(ram_nbytes: float) -> float:

@@ -232,6 +232,8 @@ class _Rounds:
                 else:
                     yield from self._round_without_drafts(proposal)
                 self._number += 1
+                if self._number % 256 == 0:
+                    mx.clear_cache()  # caches have grown into larger arrays, as in mlx-lm's loop
         except GeneratorExit:
             self._finish()
             raise

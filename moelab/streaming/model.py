@@ -334,7 +334,7 @@ def _load_model(path, config, model_config, trust_remote_code, ranks, draft=None
         mx.eval(model.state)  # another thread cannot compute what this thread leaves lazy
         checkpoint.check_unchanged()
     except BaseException:
-        session.close()
+        session.reader.close()
         raise
     model._session, cls = session, type(model)
     mixin = LoadedModel if config.mode == "resident" else StreamedModel
@@ -399,7 +399,7 @@ def close(model: nn.Module) -> None:
     """End the model's reading threads and close its files. Do not call the model afterwards."""
     session = session_of(model)
     with session.lock, held():
-        session.close()
+        session.reader.close()
         if session.ranks:
             session.ranks.close()
 

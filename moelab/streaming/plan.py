@@ -333,14 +333,14 @@ def _memory():
 
 def memory_for_a_model() -> int:
     """The bytes that a model and its page cache may take if the caller sets no limit."""
-    return _memory()[0]
+    return _memory()[0] - FREED_NBYTES * on_metal()
 
 
 def _for_a_model():
     """Return the bytes a plan may fill, and a pair: bytes available, bytes kept for the system."""
     memory, kept = _memory()
     (total, _), held = HERE.memory(), mx.get_active_memory()
-    most = memory - FREED_NBYTES * on_metal()
+    most = memory_for_a_model()
     return Most(*(min(most, nbytes - held) for nbytes in most_for_a_model(total))), (memory, kept)
 
 

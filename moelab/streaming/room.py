@@ -114,7 +114,7 @@ class Room:
         slots, slot_nbytes = self.slots, self._plan.facts.slot_nbytes
         most = self._plan.slots if can_empty() else slots
         more = min(self._most, fitting - -(-BESIDE_NBYTES // slot_nbytes))  # leaves memory to spare
-        fitting = min(self._most, fitting)
+        fits = fitting = min(self._most, fitting)
         if not can_empty() and fitting < slots:  # all slots are read again: then give an eighth
             fitting = min(fitting, slots - max(1, slots // 8))
         kept = max(self._least, min(most, fitting if fitting < slots else max(slots, more)))
@@ -123,7 +123,7 @@ class Room:
         if not warned or fitting >= warned - warned // 8:  # warn once for each eighth lost
             return
         self._warned = kept if fitting >= kept else 0  # 0: this was the last warning
-        missing = (warned - fitting) * slot_nbytes
+        missing = (warned - fits) * slot_nbytes
         what = f"slots {warned} -> {kept}" if kept < warned else f"no more than {kept} slots left"
         warnings.warn(
             f"memory is short by {missing / 1e6:.0f} MB: {what} in each layer. Other programs, or "

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from .. import interrupts
 from ..checkpoint import FORKED, describe, leaves
-from ..memory import FREED_NBYTES, keep_no_holes, return_free_memory
+from ..memory import few_freed, keep_no_holes, return_free_memory
 from ..system import on_metal
 from .config import SLOT_MODES, StreamConfig
 from .counters import Counting, Stats
@@ -60,8 +60,8 @@ class Session:
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()
         }
-        streams = on_metal() and config.mode != "resident"
-        self._cache_limit = mx.set_cache_limit(FREED_NBYTES) if streams else None  # MLX's before
+        streams = config.mode != "resident" and facts.slots < facts.num_experts
+        self._freeing = few_freed if on_metal() and streams else nullcontext
         self.counting = Counting(found)
         # A CPU takes about as long to compute an expert as to read it; a GPU takes far less.
         overlap = mx.default_device() == mx.cpu
@@ -85,20 +85,13 @@ class Session:
         """Whether the calling thread is in a call of this model."""
         return self._caller == threading.get_ident()
 
-    def close(self) -> None:
-        """Close the reader, and let MLX keep as many bytes of freed arrays as before the load."""
-        self.reader.close()
-        before, self._cache_limit = self._cache_limit, None
-        if before is not None:
-            mx.set_cache_limit(before)
-
     @contextmanager
     def call(self) -> Iterator[None]:
         """Run the block as a call of the model or of one layer; other threads' calls wait."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
         # Only layers look for a held Ctrl-C. Mode resident has no layers, so it holds none.
-        with self.lock, interrupts.held() if self.layers else nullcontext():
+        with self.lock, self._freeing(), interrupts.held() if self.layers else nullcontext():
             try:
                 self._caller = threading.get_ident()
                 if self._unfinished:

@@ -355,6 +355,8 @@ class Engine:
             text.steps = text.steps or self._drafted(text, None, text.ask.max_tokens)
             token, logprobs, *_ = next(text.steps)
         else:
+            if len(text.tokens) % 256 == 0:
+                mx.clear_cache()  # caches have grown into larger arrays, as in mlx-lm's loop
             logits = self._logits(text, len(text.tokens))[-1:]
             for processor in text.processors:
                 logits = processor(mx.array(text.tokens, mx.uint32), logits)

@@ -81,7 +81,7 @@ class Prompts:
     def make_way(self, nbytes: int = 0) -> bool:
         """Forget prompts until ``free_nbytes + nbytes`` are free; return False if that fails."""
         need = self._free_nbytes and self._free_nbytes + nbytes
-        if need <= memory_now()[1]:
+        if not need or need <= memory_now()[1]:
             return True
         mx.clear_cache()  # perhaps the freed memory that MLX and the C library keep is enough
         return_free_memory()
