@@ -47,7 +47,7 @@ TIMEOUT_S = 90  # time for a case; the slowest case takes a second
 # Families whose config.json is damaged.
 CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
 PACKED = ("packed", "unsigned")
-CONFIG = moelab.StreamConfig(slots=families.K + 1)
+CONFIG = moelab.StreamConfig(slots=families.K + 1, dtype="float32")  # on a GPU, too
 ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
 

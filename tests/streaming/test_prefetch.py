@@ -26,9 +26,11 @@ from moelab.streaming.residency.residency import Residency
 from moelab.streaming.residency.table import EVICTION, SlotTable
 from moelab.streaming.session import session_of
 from moelab.streaming.trial import Trial
+from moelab.system import on_metal
 
 SLOTS = 16
-PREFETCHERS = ("lookahead", "oracle", *(["router", "auto"] if modules.available() else []))
+PREFETCHERS = ["lookahead", "oracle", *["router"] * modules.available()]
+PREFETCHERS += ["auto"] * (modules.available() or on_metal())
 
 
 def decode(model, steps):
