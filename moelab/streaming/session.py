@@ -60,8 +60,7 @@ class Session:
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()
         }
-        streams = config.mode != "resident" and facts.slots < facts.num_experts
-        self._freeing = few_freed if on_metal() and streams else nullcontext
+        self._on_metal, self._num_experts = on_metal(), facts.num_experts
         self.counting = Counting(found)
         # A CPU takes about as long to compute an expert as to read it; a GPU takes far less.
         overlap = mx.default_device() == mx.cpu
@@ -85,13 +84,21 @@ class Session:
         """Whether the calling thread is in a call of this model."""
         return self._caller == threading.get_ident()
 
+    @property
+    def _lacks_slots(self):
+        """Whether Metal computes experts in parts, since some have no slot."""
+        if not self._on_metal or self.config.mode == "resident":
+            return False
+        return self.config.mode not in SLOT_MODES or self.room.slots < self._num_experts
+
     @contextmanager
     def call(self) -> Iterator[None]:
         """Run the block as a call of the model or of one layer; other threads' calls wait."""
         if os.getpid() != self._process:
             raise RuntimeError(FORKED)
         # Only layers look for a held Ctrl-C. Mode resident has no layers, so it holds none.
-        with self.lock, self._freeing(), interrupts.held() if self.layers else nullcontext():
+        held = interrupts.held() if self.layers else nullcontext()
+        with self.lock, held, few_freed() if self._lacks_slots else nullcontext():
             try:
                 self._caller = threading.get_ident()
                 if self._unfinished:

@@ -452,17 +452,25 @@ def test_slots_that_the_user_chose_stay(monkeypatch):
         assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody asked
 
 
-def test_on_metal_few_freed_arrays_are_kept_and_planned(monkeypatch):
+def test_on_metal_few_freed_arrays_are_kept_and_planned(room, monkeypatch):
     """Prompts leave arrays of many sizes, and MLX would keep gigabytes of them."""
     monkeypatch.setattr(plans, "_memory", lambda: (4 * GB, GB))
     for module in ("session", "plan"):
         monkeypatch.setattr(f"moelab.streaming.{module}.on_metal", lambda: True)
     assert plans._for_a_model()[0].some <= 4 * GB - FREED_NBYTES
     limits = watched(monkeypatch, mx, "set_cache_limit", lambda nbytes: nbytes)
-    for slots, calls in (8, 2), (64, 2):  # 2: the limit during the call, then the former one
-        with loaded(TINY_MOE, slots=slots) as model:
-            model(mx.array([[5]]))
-        assert len(limits) == calls and limits[0] == FREED_NBYTES != limits[1]
+    with loaded(TINY_MOE, slots=8) as model:
+        model(mx.array([[5]]))
+    assert len(limits) == 2 and limits[0] == FREED_NBYTES != limits[1]  # the limit, MLX's own again
+    with loaded(TINY_MOE, memory_nbytes=GB) as model:
+        token = mx.array([[5]])
+        model(token)
+        few = session_of(model).plan.call_nbytes(1) + RESERVE_NBYTES + MB
+        for slots, calls in (64, 2), (40, 4):  # no limit while each expert has a slot
+            room(model, slots, few)
+            model(token)
+            model(token)
+            assert len(limits) == calls
 
 
 def test_a_gpu_that_is_short_of_a_slot_gives_an_eighth(room, monkeypatch):
