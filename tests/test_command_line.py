@@ -35,6 +35,7 @@ from moelab.commands.stream_options import STREAM_OPTIONS
 from moelab.lab import limit, variants
 from moelab.lab.experiments import bench, plan
 from moelab.prompt import encode
+from moelab.streaming.ranks import RankError
 
 
 @pytest.fixture
@@ -277,6 +278,18 @@ def test_a_gpu_that_lacks_memory_or_time_is_told_in_one_line(words, flag, run, m
     monkeypatch.setattr(plan, "run", Mock(side_effect=RuntimeError(words)))
     got = run("plan", "gpt-oss-20b")
     assert got.code == 1 and got.err == f"moelab: {words} Close other programs, or lower {flag}."
+
+
+def test_a_rank_that_ends_is_told_in_one_line_if_mlx_fails_too(run, monkeypatch):
+    def ends(_):
+        try:
+            raise RankError("another rank has ended")
+        finally:
+            raise RuntimeError("[ring] connection to a peer was lost")  # by mlx-lm's wired_limit
+
+    monkeypatch.setattr(plan, "run", ends)
+    got = run("plan", "gpt-oss-20b")
+    assert got.code == 1 and got.err == "moelab: another rank has ended"
 
 
 @pytest.mark.parametrize("started_as", ("moelab", "python -m moelab"))

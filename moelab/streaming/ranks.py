@@ -293,7 +293,9 @@ def _digest(parts):
 def _settings(checkpoint):
     """Yield name and bytes of each file with settings: tokenizer, template and end tokens."""
     for file in sorted(Path(checkpoint.path).iterdir()):
-        if file.suffix in SETTINGS and not file.name.endswith(".index.json") and file.is_file():
+        # macOS writes ``._NAME`` beside files on disks that are not its own.
+        is_other = file.name.startswith(".") or file.name.endswith(".index.json")
+        if file.suffix in SETTINGS and not is_other and file.is_file():
             yield file.name.encode() + file.read_bytes()
 
 
