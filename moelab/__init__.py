@@ -37,7 +37,7 @@ compiled.keep_own()
 
 __version__ = "0.2.0"
 # Each record names the engine's version. Raise the version with each change of the engine that
-# alters what is read or computed, or the moment of a read or a computation.
+# alters what is read or computed, or when.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"

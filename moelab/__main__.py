@@ -151,7 +151,9 @@ def main(argv: list[str] | None = None) -> int:
         print(said, file=sys.stderr)
         return 1
     except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # MLX then failed, too: another rank has ended
+        from .streaming.ranks import RankError
+
+        if isinstance(error.__context__, RankError):  # MLX fails, too, once another rank has ended
             print(f"moelab: {error.__context__}", file=sys.stderr)
             return 1
         # MLX lacks memory, or macOS ended a computation that kept the GPU busy for too long.

@@ -65,8 +65,8 @@ def test_no_option_is_ignored_and_a_number_is_finite_and_has_bounds(command):
                 assert action.choices or isinstance(value, (str, list, tuple)), action.dest
 
 
-# Mistakes: ``GOOD`` has a valid line for each command. A model of ``MODELS`` or the words of
-# ``MORE`` make the line a mistake. ``OWN`` has each command's own mistakes, and the error.
+# Mistakes: ``GOOD`` has a valid line for each command. With a model of ``MODELS`` or the words
+# of ``MORE`` the line is a mistake. ``OWN`` has each command's own mistakes, and the error.
 GOOD = {
     "check": "m",
     "generate": "m --prompt x",

@@ -37,7 +37,7 @@ PARTS = {
 # Keys that give a family's model one layer, with full attention and experts.
 ONE_LAYER = {"num_hidden_layers": 1, "full_attention_interval": 1, "first_k_dense_replace": 0}
 ONE_LAYER |= {"mlp_only_layers": [], "decoder_sparse_step": 1}
-# A norm whose stored mean is below its number is stored as weight - 1. In published heads of
+# A file has weight - 1 for a norm if the norm's mean there is below this. In published heads of
 # Qwen3.5 and 3.6 a mean weight is 1.7 (q, k) or 0.9 (layernorm), a mean of weight - 1 is at most
 # 0.8 (q, k) or 0.4 (layernorm).
 LEAST_MEAN = {"q_norm": 1.25, "k_norm": 1.25, "layernorm": 0.5}

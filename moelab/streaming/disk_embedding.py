@@ -14,7 +14,7 @@ from .reading.ranges import Ranges
 from .reading.reader import Reader
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
-HOT_NBYTES = 64 << 20  # up to this many bytes of a table stay in memory: the rows used last
+HOT_NBYTES = 64 << 20  # of a table: so many bytes of rows, those used last, stay in memory
 ROW_NBYTES = 200  # bytes that Python takes beside each row in memory
 
 

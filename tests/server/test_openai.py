@@ -158,7 +158,7 @@ PAIRS = [  # a context and what may follow it
 
 @pytest.mark.parametrize("name", ["streamed", "lookup"])
 def test_log_likelihoods(name, mlx):
-    """A continuation gets mlx-lm's log probability, and the answer shows whether it is greedy."""
+    """A continuation gets mlx-lm's log probability, and the answer says if it is the greedy one."""
     fixed = {"model": MODEL.name, "temperature": 0, "logprobs": 1, "seed": 1234, "echo": True}
     texts, encode = ["".join(pair) for pair in PAIRS], mlx.tokenizer.encode
     ids = [*map(encode, texts)]

@@ -263,7 +263,7 @@ def in_original_form(name, weights):
 
 
 def same(head, expected, D):
-    """Return whether a head computes ``expected(embedded, hidden)`` in three calls, in parts."""
+    """Return whether three calls of a head, a part each, give ``expected(embedded, hidden)``."""
     mx.random.seed(2)
     embedded, hidden = mx.random.normal((1, T, D)), mx.random.normal((1, T, D))
     cache, wanted = make_prompt_cache(head), expected(embedded, hidden)

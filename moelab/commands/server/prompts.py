@@ -85,10 +85,11 @@ class Prompts:
             return True
         mx.clear_cache()  # perhaps the freed memory that MLX and the C library keep is enough
         return_free_memory()
-        left = self._lru.nbytes - max(0, need - memory_now()[1])
-        self._lru.trim_to(n_bytes=left)
-        mx.clear_cache()
-        return_free_memory()
+        left = self._lru.nbytes - (need - memory_now()[1])
+        if left < self._lru.nbytes:
+            self._lru.trim_to(n_bytes=left)
+            mx.clear_cache()
+            return_free_memory()
         return left >= 0
 
 

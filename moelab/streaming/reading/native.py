@@ -27,8 +27,8 @@ COLUMNS = FD, OFFSET, EXPERT, TENSOR, IOV, COUNT, NBYTES, ROOM, GOT = range(9)
 NOWAIT = getattr(os, "RWF_NOWAIT", 0)
 PREADV = "preadv2" if NOWAIT else "preadv"
 # In bytes. A read past the page cache begins and ends at multiples of ``alignment``, in the file
-# and in memory. If a slot has no room for whole blocks, the range goes through a buffer of the
-# thread, at multiples of ``ALIGNED``; a range longer than this buffer goes through the page cache.
+# and in memory. If a slot has no room for whole blocks, the thread reads into a buffer of its
+# own, at multiples of ``ALIGNED``; what is longer than this buffer goes through the page cache.
 ALIGNED, BUFFER_NBYTES, HUGE_NBYTES = 4096, 2 * 1024 * 1024, 2 * 1024 * 1024
 _buffers = threading.local()
 # Linux's numbers for ``statx`` (6.1): relative path, mask, result's bytes, place of alignments.
