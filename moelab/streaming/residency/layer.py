@@ -21,6 +21,8 @@ from .table import SlotTable
 # On a CPU, a call that reads at least this many bytes is computed as the bytes arrive, in parts of
 # about this size: large enough to wait for. While one part is computed, the next part is read.
 PART_NBYTES = 2 * 1024 * 1024
+# While one of so many parts of the slots is computed, the others are filled.
+PARTS = 4
 # In bytes. A prompt on a CPU has about 192 MB in flight, so that the disk is busy while the CPU
 # computes. A GPU copies experts in groups of 64 MB; two groups are in pinned memory at once.
 FLYING_NBYTES, COPIED_NBYTES = 192 * 1024 * 1024, 64 * 1024 * 1024
@@ -104,6 +106,17 @@ class LayerSlots:
         # The page cache reads ahead, so it is fastest to ask for as many experts as slots.
         return max(1, FLYING_NBYTES // nbytes) if self._reader.direct else self.table.num_slots
 
+    @property
+    def refills(self) -> bool:
+        """Whether a slot is free for another expert as soon as the slot's expert was computed."""
+        return self._reader.direct and self.computes_at_once
+
+    @property
+    def part(self) -> int:
+        """How many experts a call computes at a time while more than these are missing."""
+        slots, nbytes = self.table.num_slots, self.bank.expert_nbytes
+        return max(1, slots // PARTS, PART_NBYTES // nbytes) if self.refills else slots
+
     def resize(self, slots: int) -> None:
         """Use ``slots`` slots, never more than at first; no slot may be in use meanwhile."""
         if not can_empty():
@@ -167,9 +180,12 @@ class LayerSlots:
         reads, items = start(self.bank.reads(slots), n * self.bank.num_ranges), iter(slots.items())
         return [Arriving(dict(islice(items, n)), r, counters) for r in reads]
 
-    def land(self, everything: bool = False) -> dict[int, int]:
-        """Finish the groups that have arrived, at least the first; return the experts' slots."""
-        ended = [g for g in self.awaited if everything or g.reads.done()] or self.awaited[:1]
+    def land(self, most: int | None = None) -> dict[int, int]:
+        """Finish groups that arrived, some ``most`` experts (None: all); return their slots."""
+        ended = [*self.awaited]
+        if most is not None:
+            num = max(1, most // len(ended[0].slots))
+            ended = [*islice((g for g in ended if g.reads.done()), num)] or ended[:1]
         for group in ended:
             self.finish(group)
         return {e: slot for group in ended for e, slot in group.slots.items()}
@@ -204,7 +220,7 @@ class LayerSlots:
     def read(self, misses: dict[int, int]) -> None:
         """Read experts into the slots that ``choose`` gave for them."""
         self.begin(misses)
-        self.land(everything=True)
+        self.land()
 
     def unread(self) -> list[int]:
         """The experts in no slot; ``[]`` if there are fewer than E slots or a prefetch runs."""

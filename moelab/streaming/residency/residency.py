@@ -1,8 +1,7 @@
 """``Residency`` knows which experts of each layer are in memory."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cached_property, partial
-from itertools import chain
+from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -82,8 +81,8 @@ class Residency:
         layer.report()
         layer.collect(needed)
         self._look(i, needed, pairs.size)
-        table, after, missing = layer.table, None, len(layer.missing(needed))
-        at_once = table.fits(needed) and missing <= layer.most
+        table, after, missing = layer.table, None, layer.missing(needed)
+        at_once = table.fits(needed) and len(missing) <= layer.most
         if at_once and not missing and not layer.awaited:
             held, _ = layer.choose(needed)
             # Read a few others, too: once all experts are in slots, no call waits for its routing.
@@ -91,23 +90,25 @@ class Residency:
                 layer.read(table.choose(some)[1])
             yield Arrived(held, layer.bank, is_all=True)
             return
-        order = needed if at_once else [*chain(*table.waves(needed))]
-        while order or layer.awaited:
-            ready, flying = {}, [e for group in layer.awaited for e in group.slots]
-            now = order[: len(order) if at_once else self._room(layer, order, len(flying))]
+        held = [e for e in needed if e in table.slot_of]
+        while held or missing or layer.awaited:
+            ready, flying = {}, {e for group in layer.awaited for e in group.slots}
+            room = len(held), len(missing)
+            n, m = (len(held), len(missing)) if at_once else self._room(layer, held, flying)
+            now, held, missing = held[:n] + missing[:m], held[n:], missing[m:]
             if now:
-                order = order[len(now) :]
                 if computed and not layer.is_copied:
                     mx.eval(computed)  # lazy results read slots that are about to be overwritten
-                hits, misses = layer.choose(now, () if at_once else flying)
+                hits, misses = layer.choose(now, flying.union(held).difference(now))
                 layer.begin(misses)
                 ready = {e: slot for e, slot in hits.items() if e not in flying}
             if now and at_once and not self._in_parts(layer):
                 yield self._all(layer, hits | misses, pairs.size)
                 return
             if ready or not layer.is_copied:
-                yield Arrived(ready or layer.land(not self._overlap), layer.bank, after=after)
-            elif now and order and layer.host is None and len(layer.awaited) < 2:
+                most = (layer.part if missing else table.num_slots) if self._overlap else None
+                yield Arrived(ready or layer.land(most), layer.bank, after=after)
+            elif now and missing and layer.host is None and len(layer.awaited) < 2:
                 continue  # begin to read the next experts before waiting for these
             else:
                 group = layer.awaited[0]
@@ -196,14 +197,13 @@ class Residency:
             mx.clear_cache()
         return_free_memory()
 
-    def _room(self, layer, order, flying):
-        """Return how many of ``order`` to read next, while ``flying`` experts are on their way."""
-        # An expert's slot is free for a later expert once kernels that are not lazy computed it.
-        refills = self._reader.direct and layer.computes_at_once
-        few = len(layer.awaited) < 2 if layer.is_copied else refills or not flying
-        held = sum(e in layer.table.slot_of for e in order)  # held experts come first
-        more = held + layer.most - (0 if layer.is_copied else flying)
-        return max(0, min(layer.table.num_slots - flying, more)) if few else 0
+    def _room(self, layer, held, flying):
+        """How many ``held`` and how many missing experts to take next, while others are flying."""
+        free = layer.table.num_slots - len(flying.union(held))
+        if layer.refills:
+            return layer.part, min(free, max(0, layer.most - len(flying)))
+        few = len(layer.awaited) < 2 if layer.is_copied else not flying
+        return (len(held), min(free, layer.most)) if few else (0, 0)
 
     def _in_parts(self, layer):
         """Whether a call whose experts all fit is computed in parts, while its misses are read."""
@@ -218,9 +218,9 @@ class Residency:
         if layer.is_copied and layer.awaited and not self.prefetches and size <= MAILBOX_SIZE:
             copies = layer.awaited[0].reads.in_graph()
         if copies is None:
-            layer.land(everything=True)
+            layer.land()
         else:
-            self._finish = partial(layer.land, everything=True)
+            self._finish = layer.land
         return Arrived(slots, layer.bank, is_all=True, copies=copies or ())
 
     def _look(self, i, needed, pairs):
