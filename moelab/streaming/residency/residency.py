@@ -93,7 +93,6 @@ class Residency:
         held = [e for e in needed if e in table.slot_of]
         while held or missing or layer.awaited:
             ready, flying = {}, {e for group in layer.awaited for e in group.slots}
-            room = len(held), len(missing)
             n, m = (len(held), len(missing)) if at_once else self._room(layer, held, flying)
             now, held, missing = held[:n] + missing[:m], held[n:], missing[m:]
             if now:
