@@ -158,12 +158,6 @@ SHAPES = (b"(10000000000, 1, 1)", b"(-1, 1, 1)", b"(2, 2)", b"()", b"(True,)", b
 SHAPES += (b"(" * 200 + b")" * 200,)
 
 
-def npy(array):
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, array, allow_pickle=True)
-    return buffer.getvalue()
-
-
 def damage_trace(data, rng):
     """Change bytes of a trace, or one of its arrays: the type, shape, values or header."""
     if rng.random() < 0.5:
@@ -186,7 +180,8 @@ def damage_trace(data, rng):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
         for name, array in files.items():
-            content = npy(array)
+            np.save(npy := io.BytesIO(), array)
+            content = npy.getvalue()
             if how == "header" and array is a:
                 header = re.sub(rb"\(.*\)", rng.choice(SHAPES), content[10:128].rstrip()).ljust(118)
                 content = content[:8] + len(header).to_bytes(2, "little") + header + content[128:]

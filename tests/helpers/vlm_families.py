@@ -27,13 +27,11 @@ QWEN = {"layer_types": None, "rope_scaling": ROPE, "rope_parameters": ROPE}
 GREEDY = {"topk_method": "greedy", "rope_scaling": YARN}
 SEES = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_heads": 2}
 SEES |= {"depth": 1, "num_hidden_layers": 1, "patch_size": 4, "image_size": 16}
-PROJECTS = {"projector_config": {"input_dim": 32, "n_embed": 64}}
-PROJECTS |= {"vision_config": {"model_type": "vision"}}
+PROJECTS = {"projector_config": {}, "vision_config": {"model_type": "vision"}}
 LLAMA4 = {"initializer_range": 0.02, "norm_eps": 1e-5, "num_channels": 3, "rope_theta": 1e4}
 LLAMA4 |= {"pixel_shuffle_ratio": 0.5, "projector_input_dim": 32, "projector_output_dim": 32}
-LLAMA4 |= {"vision_feature_layer": -1, "vision_output_dim": 32, "multi_modal_projector_bias": False}
-LLAMA4 |= {"projector_dropout": 0.0, "vision_feature_select_strategy": "default"}
-LLAMA4 |= {"attention_dropout": 0.0}
+LLAMA4 |= {"vision_feature_layer": -1, "vision_output_dim": 32, "projector_dropout": 0.0}
+LLAMA4 |= {"vision_feature_select_strategy": "default"}
 NGRAMS = {"ple_layer_ids": [1], "ple_embed_dim": 64, "heads_per_ngram": 1, "eos_token_id": 2}
 NGRAMS |= {"ngram_vocab_size_base": 500, "split_ngram_parts": 3}
 
