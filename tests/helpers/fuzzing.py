@@ -30,8 +30,6 @@ import numpy as np
 from common import PROMPT, greedy_logits
 from draft_files import target, write_draft
 from faults import edit_header
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 
 import moelab
@@ -160,12 +158,6 @@ SHAPES = (b"(10000000000, 1, 1)", b"(-1, 1, 1)", b"(2, 2)", b"()", b"(True,)", b
 SHAPES += (b"(" * 200 + b")" * 200,)
 
 
-def npy(array):
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, array, allow_pickle=True)
-    return buffer.getvalue()
-
-
 def damage_trace(data, rng):
     """Change bytes of a trace, or one of its arrays: the type, shape, values or header."""
     if rng.random() < 0.5:
@@ -188,7 +180,8 @@ def damage_trace(data, rng):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
         for name, array in files.items():
-            content = npy(array)
+            np.save(npy := io.BytesIO(), array)
+            content = npy.getvalue()
             if how == "header" and array is a:
                 header = re.sub(rb"\(.*\)", rng.choice(SHAPES), content[10:128].rstrip()).ljust(118)
                 content = content[:8] + len(header).to_bytes(2, "little") + header + content[128:]
@@ -222,14 +215,7 @@ def write_bases(path):
     sizes = {"hidden_size": families.D, "num_target_layers": 6, "vocab_size": families.VOCAB}
     write_draft(path / "draft", **sizes)
     shutil.copytree(moelab.DATA / "models" / "tiny-mtp", path / "tiny-mtp")
-    lora = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-    plain = families.load_resident(path / CONFIGS[0])
-    linear_to_lora_layers(plain, 2, lora)
-    added = {name: p + 0.02 for name, p in tree_flatten(plain.parameters()) if ".lora_" in name}
-    (adapters := path / "adapters").mkdir()
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), added)
-    settings = json.dumps({"num_layers": 2, "lora_parameters": lora})
-    (adapters / "adapter_config.json").write_text(settings)
+    families.write_adapters(path / "adapters", path / CONFIGS[0], "lora", "self_attn.q_proj")
     L, rng = moelab.footprint(path / CONFIGS[0]).num_layers, np.random.default_rng(0)
     experts = rng.integers(0, families.E, (40, L, families.K)).astype(np.uint16)
     phase = np.repeat(("prefill", "decode"), 20)

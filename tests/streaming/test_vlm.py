@@ -27,8 +27,8 @@ TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
 
 
 def load(path, **fields):
-    """Load with mlx-vlm's class; only families of ``BOTH`` need ``library`` for it."""
-    library = "mlx-vlm" if path.name in vlm_families.BOTH else "auto"
+    """Load with mlx-vlm's class, which ``auto`` need not choose if mlx-lm has the family, too."""
+    library = "mlx-vlm" if path.name in families.FAMILIES else "auto"
     return loaded(path, **{"slots": 4, "kernels": "mlx", "library": library} | fields)
 
 
