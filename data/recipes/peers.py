@@ -219,26 +219,17 @@ def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
 
 
 def against(
-    path,
-    text,
-    limits=(None,),
-    runs=5,
-    tokens=32,
-    warmup=32,
-    prompt=0,
-    seconds=0,
-    repacked="",
-    ways=NAMES,
+    path, text, limits=(None,), runs=5, tokens=32, warmup=32, seconds=0, repacked="", ways=NAMES
 ):
     """Read the same text with each peer under each limit (bytes or None); a row is a run.
 
-    ``text`` is a trace's file, or lengths of prompts. The other arguments are the words of the
-    command line.
+    ``text`` is a trace's file, or lengths of prompts; ``FILE:N`` means the last N tokens of the
+    trace's prompt. The other arguments are the words of the command line.
     """
     path, ways = folder(path), (*ways, REPACKED) if repacked else ways
     if isinstance(text, str | Path):
         ids, behind = texts_of(text, warmup + tokens, path)
-        texts, feed = {"": (ids[-prompt:], behind, warmup, tokens)}, Path(text).name
+        texts, feed = {"": (ids, behind, warmup, tokens)}, Path(text).name
     else:
         prompts, feed = heldout_ids(path, text, len(text)), None
         texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
@@ -305,20 +296,20 @@ def _write_mlx_vlm(path, out):
         partial.rename(out)
 
 
-def main(work, *words):
+def main(work, out="", path="", text="", runs=0, *words):
     if work == "install":
         return install()
-    out, *words = words
-    path, text, runs, *words = words
     counts, limits, ways = {}, [], []
     for word in words:
+        name, equals, value = word.partition("=")
         if word.split("/")[0] in NAMES:
             ways.append(word)
-        elif "=" in word:
-            name, _, value = word.partition("=")
+        elif equals:
             counts[name] = value if name == "repacked" else int(value)
         else:
             limits.append(int(word) * 1_000_000 or None)
+    if last := counts.pop("prompt", 0):
+        text = f"{text}:{last}"
     if text.replace(",", "").isdigit():
         text = [int(n) for n in text.split(",")]
     made = against(path, text, limits or [None], int(runs), ways=ways or NAMES, **counts)

@@ -13,6 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from functools import partial
 from itertools import product
 
@@ -66,8 +67,7 @@ def _read_experts(file, layers, depth, nbytes, order):
     places = places[: max(A_CALL, nbytes // one)]
     memory = memory_for(layers, A_CALL)
     memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # maps pages before the clock starts
-    reader = Reader(depth)
-    try:
+    with closing(Reader(depth)) as reader:
         reader.open(file)
         oscache.drop_pages(file)
         seconds = 0
@@ -76,8 +76,6 @@ def _read_experts(file, layers, depth, nbytes, order):
             wanted = [(file, t.offsets[e], n) for of, e in call for t, n in of]
             seconds += read_s(reader, wanted, memory)
         return reader.nbytes / seconds
-    finally:
-        reader.close()
 
 
 def _fio(fio, file, pieces, depth, nbytes, seed):
