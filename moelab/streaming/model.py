@@ -400,6 +400,8 @@ def close(model: nn.Module) -> None:
     session = session_of(model)
     with session.lock, held():
         session.reader.close()
+        if session.ranks:
+            session.ranks.close()
 
 
 def _read_experts(modules, facts, checkpoint, config):

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 import mlx.core as mx
 import numpy as np
@@ -96,7 +96,9 @@ class Ranks:
         self._checks = None
         # The time when this rank gives up, how long it waits, and whether stderr has said so.
         self._until, self._patience_s, self._said = None, 0.0, False
-        threading.Thread(target=_watch, args=(weakref.ref(self),), daemon=True).start()
+        self._closed = threading.Event()
+        watch = threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), daemon=True)
+        watch.start()
 
     @classmethod
     @contextmanager
@@ -228,6 +230,9 @@ class Ranks:
                 "machines round differently. Use machines of one kind with the same versions."
             )
 
+    def close(self) -> None:
+        self._closed.set()
+
     def _lost(self, why):
         self._told = True
         return RankError(
@@ -274,12 +279,11 @@ class Ranks:
         )
 
 
-def _watch(ranks):
-    """Call ``_look`` of the ``Ranks`` behind a weak reference until they are deleted."""
-    while (living := ranks()) is not None:
+def _watch(ranks, closed):
+    """Call ``_look`` of the ``Ranks`` behind a weak reference until they are closed or deleted."""
+    while not closed.wait(LOOK_S) and (living := ranks()) is not None:
         living._look()
         del living
-        sleep(LOOK_S)
 
 
 def _digest(parts):
