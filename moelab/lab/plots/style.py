@@ -3,15 +3,11 @@
 import html
 import math
 import textwrap
-from collections.abc import Iterable
 
 import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 from IPython.display import HTML, display
-
-from ..machine import card as this_card
-from ..machine import card_line, made
 
 # Okabe and Ito's colours, distinct for colour-blind readers; yellow, weak on white, comes last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
@@ -121,41 +117,6 @@ def wrap(text: str, characters: int) -> list[str]:
     return [html.escape(line, quote=False) for line in lines] or [""]
 
 
-def figure(
-    title: str,
-    x: str,
-    y: str,
-    note: str = "",
-    cards: Iterable[dict | None] = (None,),
-    height: int = PLOT_HEIGHT,
-    **layout,
-) -> go.Figure:
-    """Make an empty figure whose title says what was found and whose note says where.
-
-    ``cards`` are the machines of recorded numbers (None: this machine, now). Title and note stand
-    above the figure as text; the legend's height is added to ``height``.
-    """
-    cards = list({str(card): card for card in cards}.values())
-    hosts = {}  # by host: the dates and engines of its records
-    for card in cards:
-        of = card or this_card()
-        host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
-        when = f"recorded {made(of)}" if card else "here"
-        hosts.setdefault(host, []).append(when)
-    short = [f"{' and '.join(dict.fromkeys(when))}: {host}" for host, when in hosts.items()]
-    return go.Figure(layout={"template": "moelab", **layout}).update_layout(
-        xaxis_title=x,
-        yaxis_title=y,
-        meta={
-            "title": title,
-            "note": "; ".join(filter(None, (note, *short))),
-            "machines": [card_line(card) for card in cards],
-        },
-        margin={"t": TOP, "b": FOOTER},
-        height=TOP + height + FOOTER,
-    )
-
-
 def ceiling(
     fig: go.Figure, value: float, label: str, at: str, axis: str = "y", log: bool = False, **where
 ) -> None:
@@ -212,8 +173,6 @@ def heading(meta: dict) -> str:
 
 def words(meta: dict) -> str:
     """HTML to stand under a figure: its finding and, folded, the figure in words."""
-    if not meta.get("alt") or not meta.get("finding"):
-        raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
     told = "<br>".join(map(html.escape, (meta["alt"], *meta["machines"])))
     return (
         f"<p>{html.escape(meta['finding'])}</p>"
