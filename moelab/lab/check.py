@@ -30,9 +30,8 @@ from ..streaming.plan import DoesNotFit
 from ..system import HERE
 from . import records
 from .decode import read_all_but_last
-from .machine import READ_NBYTES, card, card_line, cold_gain, read_speed
+from .machine import READ_NBYTES, card, card_line, cold_gain, drop_pages, read_speed
 from .models import settings_of
-from .oscache import drop_pages
 from .variants import Opened, Variant, resident_like
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
@@ -216,7 +215,7 @@ def check(model: str | Path | None = None, file: str | Path | None = None) -> bo
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}
-    running = records.Running("check", settings, tabled=False)
+    running = records.Running("check", settings)
     for ok, what, remedy in findings(model, settings, rows if file else None):
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"), flush=True)
         found.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))

@@ -264,6 +264,7 @@ def interleave(
     whose row says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none
     with ``MOELAB_FAST=1``.
     """
+    pandas()  # if it is missing, fail before any work
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
@@ -295,9 +296,7 @@ def _row(run, i):
 class Running:
     """A run in progress: the header of its record, and how busy the machine is meanwhile."""
 
-    def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
-        if tabled:
-            pandas()  # if it is missing, fail before any work
+    def __init__(self, kind: str, settings: dict[str, Any] | None = None):
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {
