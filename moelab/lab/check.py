@@ -1,7 +1,6 @@
 """``python -m moelab check``: does this machine have what moelab and its notebooks need?"""
 
 import argparse
-import itertools
 import os
 import shlex
 import shutil
@@ -166,7 +165,7 @@ def _compared(model, p, rows):
         ways = replace(p.config, slots=few), resident_like(p.config)
     bar = tqdm(total=2 * (1 + TEXTS), desc="decoding", unit=" texts", leave=False, disable=None)
     both = [list(_decoded(model, config, bar)) for config in ways]
-    rows += itertools.chain(*both)
+    rows += [*both[0], *both[1]]
     said = (
         f"{prompt['variant']} {TOKENS * len(texts) / sum(row['decode_s'] for row in texts):.3g} "
         f"tok/s, a first token after {prompt['prefill_s']:.2g} s"

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ class Decoded:
     prefill_s: float  # seconds of the prompt and of the token after it
     decode_s: float  # seconds of the timed tokens together
     counters: Counters | None  # of the timed tokens; None if mlx-lm loaded the model
-    decode_tokens: int = 0  # how many tokens were timed
+    decode_tokens: int  # how many tokens were timed
     # For each timed round with a draft: drafted and accepted tokens; draft and verify seconds.
-    rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
+    rounds: list[tuple[int, int, float, float]]
 
 
 def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:

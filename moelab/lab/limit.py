@@ -168,10 +168,8 @@ def _cgroup(nbytes):
 
 def _limits_children(group):
     """Whether a group of version 2 gives its children the memory controller."""
-    try:
-        return "memory" in (group / "cgroup.subtree_control").read_text().split()
-    except OSError:
-        return False
+    file = group / "cgroup.subtree_control"
+    return file.exists() and "memory" in file.read_text().split()
 
 
 def _remove(group):

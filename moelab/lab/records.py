@@ -211,15 +211,15 @@ def busy(load: Mapping[str, Any]) -> str:
     return f"DISTURBED: {', '.join(told)}" if load.get("disturbed") else ""
 
 
-def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
-    """Write the median of some samples, each multiplied by ``scale``."""
-    return format(np.median(samples) * scale, form)
+def m(samples: Sequence[float], form: str = ".2f") -> str:
+    """Write the median of some samples."""
+    return format(np.median(samples), form)
 
 
 def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     """Write the median of some samples and their quartiles: ``"1.5 [1.0, 2.0]"``."""
-    low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
-    return f"{mid} [{low}, {high}]"
+    low, mid, high = np.percentile(samples, (25, 50, 75)) * scale
+    return f"{mid:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,10 +124,8 @@ def measure(
 
 def _as_dict(variant):
     """Turn a variant into a dict: its config's fields, and other fields that are no defaults."""
-    own = {f.name: getattr(variant, f.name) for f in fields(variant)}
-    default = Variant(own.pop("config"))
-    set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
-    return asdict(variant.config) | set_here
+    own = {k: v for k, v in vars(variant).items() if k != "config" and v != getattr(Variant, k)}
+    return asdict(variant.config) | {k: Path(str(v)).name for k, v in own.items()}
 
 
 def _sample_alone(path, name, variant, *text):
