@@ -79,7 +79,6 @@ def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
     notebook, failed = nbformat.read(source, as_version=4), None
     client = NotebookClient(
         notebook,
-        timeout=None,
         startup_timeout=STARTUP_S,
         kernel_name="python3",
         store_widget_state=False,

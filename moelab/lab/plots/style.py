@@ -60,16 +60,12 @@ pio.templates["moelab"] = go.layout.Template(
         "colorway": COLORS,
         "font": {"size": 13, "color": "#222"},
         "margin": {"l": 70, "r": 30, "b": FOOTER},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "hoverlabel": {"font": {"size": 13}},
         "modebar": {"remove": ["select", "lasso", "zoomin", "zoomout", "autoscale", "share"]},
         "legend": {
             "orientation": "h",
             "yref": "container",
             "y": 0,
             "yanchor": "bottom",
-            "x": 0,
             "tracegroupgap": 0,
         },
         "xaxis": _AXIS,
@@ -97,7 +93,6 @@ def fill(i: int) -> dict:
 def whiskers(low, mid, high) -> dict:
     """Error bars from the lower to the upper quartile."""
     return {
-        "type": "data",
         "array": np.subtract(high, mid),
         "arrayminus": np.subtract(mid, low),
         "thickness": 1.5,
