@@ -44,7 +44,7 @@ import to_gguf
 from mlx_lm.models.cache import make_prompt_cache
 
 from moelab import DATA, StreamConfig, load
-from moelab.lab import limit, oscache, records
+from moelab.lab import limit, machine, records
 from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import read_all_but_last
 from moelab.lab.machine import card
@@ -207,11 +207,11 @@ def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
 
     (prefill_s,), one_by_one = timed([ids]), [[token] for token in feed]
     warmup = len(timed(one_by_one[:warmup]))
-    before = oscache.disk_read_nbytes()
+    before = machine.disk_read_nbytes()
     took = timed(one_by_one[warmup : warmup + tokens])
     row = {"prompt_tokens": len(ids), "prefill_s": prefill_s, "warmup_tokens": warmup}
     row |= {"decode_tokens": len(took), "decode_s": sum(took)}
-    row |= {} if before is None else {"disk_nbytes": oscache.disk_read_nbytes() - before}
+    row |= {} if before is None else {"disk_nbytes": machine.disk_read_nbytes() - before}
     return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
 
 
@@ -241,7 +241,7 @@ def against(
         file = read.get(given, read[peer])
         parts = [file] if file.is_file() else sorted(file.rglob("*.safetensors"))
         for part in parts:
-            oscache.drop_pages(part)
+            machine.drop_pages(part)
         if peer == MOELAB:
             options = {"slots": "auto"} | options
         elif peer == MLX_VLM and nbytes:

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import product
 
 from moelab import StreamConfig
-from moelab.lab import oscache, records
+from moelab.lab import machine, records
 from moelab.lab.models import folder
 from moelab.repack import expert_ranges, memory_for, read_s
 from moelab.streaming.facts import ModelFacts
@@ -69,7 +69,7 @@ def _read_experts(file, layers, depth, nbytes, order):
     memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # maps pages before the clock starts
     with closing(Reader(depth)) as reader:
         reader.open(file)
-        oscache.drop_pages(file)
+        machine.drop_pages(file)
         seconds = 0
         for first in range(0, len(places), A_CALL):
             call = places[first : first + A_CALL]

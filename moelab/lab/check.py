@@ -1,7 +1,6 @@
 """``python -m moelab check``: does this machine have what moelab and its notebooks need?"""
 
 import argparse
-import itertools
 import os
 import shlex
 import shutil
@@ -30,9 +29,8 @@ from ..streaming.plan import DoesNotFit
 from ..system import HERE
 from . import records
 from .decode import read_all_but_last
-from .machine import READ_NBYTES, card, card_line, cold_gain, read_speed
+from .machine import READ_NBYTES, card, card_line, cold_gain, drop_pages, read_speed
 from .models import settings_of
-from .oscache import drop_pages
 from .variants import Opened, Variant, resident_like
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
@@ -167,7 +165,7 @@ def _compared(model, p, rows):
         ways = replace(p.config, slots=few), resident_like(p.config)
     bar = tqdm(total=2 * (1 + TEXTS), desc="decoding", unit=" texts", leave=False, disable=None)
     both = [list(_decoded(model, config, bar)) for config in ways]
-    rows += itertools.chain(*both)
+    rows += [*both[0], *both[1]]
     said = (
         f"{prompt['variant']} {TOKENS * len(texts) / sum(row['decode_s'] for row in texts):.3g} "
         f"tok/s, a first token after {prompt['prefill_s']:.2g} s"
@@ -216,7 +214,7 @@ def check(model: str | Path | None = None, file: str | Path | None = None) -> bo
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}
-    running = records.Running("check", settings, tabled=False)
+    running = records.Running("check", settings)
     for ok, what, remedy in findings(model, settings, rows if file else None):
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"), flush=True)
         found.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))

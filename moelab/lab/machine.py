@@ -1,4 +1,4 @@
-"""Describe this machine for figures and records, and measure how fast it reads a file."""
+"""Describe this machine for figures and records, drop pages of files, and time reads of a file."""
 
 import functools
 import importlib.metadata
@@ -22,7 +22,6 @@ from ..streaming.facts import ModelFacts
 from ..streaming.reading import native
 from ..streaming.reading.reader import Reader
 from ..system import HERE
-from .oscache import drop_pages
 
 READ_NBYTES = 1 << 20  # about one expert of a large model
 
@@ -72,6 +71,28 @@ def made(card: dict[str, Any]) -> str:
     """Write a record's date and, if today's engine did not make it, the number of its engine."""
     engine = engine_of(card)
     return card["date"] + (f" by engine {engine} of {ENGINE}" if engine < ENGINE else "")
+
+
+def drop_pages(path: str | Path) -> str:
+    """Drop the pages of a file, or of a folder's tensor files, as far as possible without root.
+
+    Returns how this was done, for the record of a cold measurement. On Linux, pages that are not
+    yet written to the disk stay.
+    """
+    how = "no file"
+    for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else [path]:
+        with open(file, "rb") as f:
+            how = HERE.drop_pages(f.fileno())
+    return how
+
+
+def disk_read_nbytes() -> int | None:
+    """Return the bytes read from the disk for this process; None if the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
 def read_speed(

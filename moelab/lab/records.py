@@ -211,15 +211,15 @@ def busy(load: Mapping[str, Any]) -> str:
     return f"DISTURBED: {', '.join(told)}" if load.get("disturbed") else ""
 
 
-def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
-    """Write the median of some samples, each multiplied by ``scale``."""
-    return format(np.median(samples) * scale, form)
+def m(samples: Sequence[float], form: str = ".2f") -> str:
+    """Write the median of some samples."""
+    return format(np.median(samples), form)
 
 
 def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     """Write the median of some samples and their quartiles: ``"1.5 [1.0, 2.0]"``."""
-    low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
-    return f"{mid} [{low}, {high}]"
+    low, mid, high = np.percentile(samples, (25, 50, 75)) * scale
+    return f"{mid:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:
@@ -264,6 +264,7 @@ def interleave(
     whose row says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none
     with ``MOELAB_FAST=1``.
     """
+    pandas()  # if it is missing, fail before any work
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
@@ -295,9 +296,7 @@ def _row(run, i):
 class Running:
     """A run in progress: the header of its record, and how busy the machine is meanwhile."""
 
-    def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
-        if tabled:
-            pandas()  # if it is missing, fail before any work
+    def __init__(self, kind: str, settings: dict[str, Any] | None = None):
         self.average = list(os.getloadavg())
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {

@@ -12,7 +12,7 @@ from common import cached_nbytes
 
 from moelab import DATA, StreamConfig, kernels, plan
 from moelab.checkpoint import read_json
-from moelab.lab import check, limit, oscache, records, variants
+from moelab.lab import check, limit, machine, records, variants
 from moelab.lab.experiments import bench
 from moelab.memory import FREED_NBYTES
 from moelab.repack import Gain
@@ -166,14 +166,14 @@ def test_dropped_pages_are_read_again(tmp_path):
     if cached_nbytes(tmp_path) is None:
         pytest.skip("this system does not say what is cached")
     assert cached_nbytes(tmp_path) == 4 * MB
-    how = oscache.drop_pages(tmp_path)
+    how = machine.drop_pages(tmp_path)
     left = cached_nbytes(tmp_path)
     if left == 4 * MB:
         pytest.skip(f"pages cannot be dropped here ({how})")
-    before = oscache.disk_read_nbytes()
+    before = machine.disk_read_nbytes()
     for file in tmp_path.glob("*.safetensors"):
         file.read_bytes()
     assert cached_nbytes(tmp_path) == 4 * MB
     if before is not None:
-        assert oscache.disk_read_nbytes() - before >= 4 * MB - left
+        assert machine.disk_read_nbytes() - before >= 4 * MB - left
     assert cached_nbytes(tmp_path / "c.txt") == 2 * MB  # its pages were not dropped

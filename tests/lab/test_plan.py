@@ -152,7 +152,7 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
     machine = plan.this_machine(4)
     assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
     assert plan.forecast("olmoe-1b-7b", machine).advice.token_s > 0  # 2.1 GB
-    assert not list(tmp_path.iterdir()) and "measuring this machine: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()) and "measuring this machine (" in capsys.readouterr().err
 
 
 def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compared(monkeypatch):

@@ -100,7 +100,7 @@ def test_variants_are_grouped_and_paired_by_round(table):
     assert records.with_ratio(table, "a").ratio.tolist() == [1, 1, 1, 2, 2, 2]
     assert math.isnan(records.with_ratio(table[1:], "a", "decode_s").ratio[3])
     assert records.same_tokens(table, "a") == {"a": (3, 3), "b": (3, 3)}
-    assert records.m([1, 2, 4], ".1f", 10) == "20.0"
+    assert records.m([1, 2, 4], ".1f") == "2.0"
     assert records.q([1, 2, 4], ".1f") == "2.0 [1.5, 3.0]"
     assert records.span([1, 2, 4], ".1f") == "2.0 [1.0, 4.0]"
     with pytest.raises(KeyError, match=r"\['a', 'b'\], got 'c'"):
@@ -276,13 +276,10 @@ def test_a_record_changed_by_hand_changes_its_verdict(tmp_path):
     assert trial.verdict == "open" and "is a trial" in trial.because
 
 
-def test_a_figure_that_fails_names_its_claim():
+def test_a_figure_that_fails_names_its_claim_and_a_claim_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="claim X1, here: .*NameError.*Correct it in"):
         claims.judge(claim(here={"is": "nothing", "least": 1}))
     with pytest.raises(ValueError, match="claim X1, here: expected least or most, got is"):
         claims.judge(claim(here={"is": "[1.0]"}))
-
-
-def test_a_claim_that_is_not_there_is_named():
     with pytest.raises(ValueError, match="expected claims of A1, .*, got X3"):
         claims.show("X3")

@@ -3,7 +3,7 @@
 import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from ...commands.drafting import draft_config
 from ...commands.stream_options import add_stream_options, check_stream_options, stream_config
 from ...memory import memory_available
 from ...streaming.reading import native
-from .. import limit, machine, oscache, records
+from .. import limit, machine, records
 from ..arguments import MEASURED_SLOTS, Evicting, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
@@ -124,16 +124,14 @@ def measure(
 
 def _as_dict(variant):
     """Turn a variant into a dict: its config's fields, and other fields that are no defaults."""
-    own = {f.name: getattr(variant, f.name) for f in fields(variant)}
-    default = Variant(own.pop("config"))
-    set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
-    return asdict(variant.config) | set_here
+    own = {k: v for k, v in vars(variant).items() if k != "config" and v != getattr(Variant, k)}
+    return asdict(variant.config) | {k: Path(str(v)).name for k, v in own.items()}
 
 
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # a page counts for its first reader
+        machine.drop_pages(folder(variant.path or path))  # a page counts for its first reader
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -247,7 +245,7 @@ def run(args: argparse.Namespace) -> int:
     variants = crossed(
         configs,
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
-        args.draft,
+        args.draft or (),
         args.lengths,
         (False, True) if args.direct else (None,),
         {"": None, "packed": args.packed} if args.packed else {"": None},

@@ -8,7 +8,6 @@ another machine from a few numbers. Every forecast replays a trace with ``moelab
 import argparse
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -201,7 +200,6 @@ def this_machine(tokens: int = 12, tell: Callable | None = None) -> Machine:
             "plan: expected a CPU or a Mac, got a CUDA GPU, whose own memory a plan by name does "
             "not know. Give a model folder, or another machine with --ram, --ssd and --cores."
         )
-    _say_measuring()
     like, layers, experts = STAND_IN
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
@@ -209,12 +207,6 @@ def this_machine(tokens: int = 12, tell: Callable | None = None) -> Machine:
         path = synthesize.synthesize(work / "model", like, layers, config=config, progress=False)
         costs = measure_costs(path, tokens, tell)
         return Machine.measured(costs, planned(path).facts, *_memory(), mx.metal.is_available())
-
-
-def _say_measuring():
-    """Say on a terminal that the machine is measured, which takes a while."""
-    if sys.stderr.isatty():
-        print("moelab: this machine is measured, for 10 to 40 seconds", file=sys.stderr)
 
 
 def _here():
@@ -313,7 +305,6 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     # Too little memory is refused here, before anything is measured.
     plan = plan_of(ModelFacts.of(path, CONFIG), CONFIG, most=most)
     memory, slots = plan.memory_nbytes, [plan.slots]
-    _say_measuring()
     costs, trace = measure_costs(path), typical_trace(plan.facts, TOKENS)
     gain = cold_gain(plan.facts, costs.reads_direct)
     best = advice.advise(plan, memory, trace, costs, packed_gain=gain)
