@@ -97,8 +97,8 @@ def test_what_one_piece_gains_is_measured(moe, packed, monkeypatch):
         calls.append(wanted)
         return len(wanted)
 
-    monkeypatch.setattr(repack_module, "read_s", timed)
-    monkeypatch.setattr(repack_module, "SAMPLE_NBYTES", 1)
+    for name, value in (("read_s", timed), ("SAMPLE_NBYTES", 1), ("MEASURE_S", 600)):
+        monkeypatch.setattr(repack_module, name, value)
     facts = [ModelFacts.of(path, moelab.StreamConfig()) for path in (moe, packed)]
     gains = [cold_gain(of, direct=True) for of in facts]
     monkeypatch.delattr(native.mmap, "MADV_HUGEPAGE", raising=False)  # as on a Mac

@@ -22,7 +22,6 @@ from . import arguments
 from .argument_types import at_least, json_object, not_empty, prompt_text
 from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
-from .stream_options import add_stream_options, say_plan, streaming_given
 
 WORTH = 1.2  # ``repack`` is advised if it would make a text this many times as fast
 
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    config, loading, cache = streaming_given(args), arguments.loading_given(args), None
+    config, loading, cache = arguments.streaming_given(args), arguments.loading_given(args), None
     if args.prompt_cache_file is not None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
@@ -47,7 +46,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, config, group=group, draft=draft, **loading)
     with model:
         if verbose:
-            say_plan(model)
+            arguments.say_plan(model)
         text, as_it_is = args.prompt, args.ignore_chat_template or not tokenizer.has_chat_template
         if not as_it_is:
             said = {"system": args.system_prompt, "answer": args.prefill_response}
@@ -171,4 +170,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_refused(parser, why, "--quantize-activations", "-qa")
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
-    add_stream_options(parser, sampling=True)
+    arguments.add_stream_options(parser)

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from ... import synthesize
 from ...checkpoint import CheckpointError, temporary_folder
-from ...commands.argument_types import at_least, gigabytes, name_of, not_empty
+from ...commands.argument_types import at_least, gigabytes, not_empty
 from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
 from ...memory import WHY_LEFT, gpu_limit
@@ -367,7 +367,7 @@ def _chip(text):
     try:
         return gigabytes(1)(text)
     except argparse.ArgumentTypeError:
-        return name_of(CHIPS, "the GB/s of its memory, or ")(text)
+        return one_of(CHIPS, text, "the GB/s of its memory, or ")
 
 
 def _left_free(machine, filled):
