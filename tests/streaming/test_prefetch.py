@@ -118,17 +118,18 @@ def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
 
 def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monkeypatch):
     read_in_parts(monkeypatch)
-    demanded, start, end = [], reader.Reader.start, reader.Reader._end_demand
+    demanded, start = [], reader.Reader.start
 
-    def ends(self):
-        assert all(read.done() for read in demanded)
-        end(self)
+    class Quiet(reader.Event):
+        def set(self):
+            assert all(read.done() for read in demanded)
+            super().set()
 
     patch_preadv(monkeypatch, lambda preadv, *args: time.sleep(0.0003) or preadv(*args))
     monkeypatch.setattr(
         reader.Reader, "start", lambda *args: demanded.extend(new := start(*args)) or new
     )
-    monkeypatch.setattr(reader.Reader, "_end_demand", ends)
+    monkeypatch.setattr(reader, "Event", Quiet)
     assert run("lookahead", want, steps=12).prefetch_issued
 
 
