@@ -220,7 +220,7 @@ for module, *names in ((os, "posix_fadvise", "O_DIRECT", "RWF_NOWAIT", "sched_ge
 sys.platform = "darwin"
 from in_process import started
 import moelab
-from moelab import memory
+from moelab import memory, system
 from moelab.lab import check, machine
 from moelab.streaming.session import session_of
 
@@ -245,7 +245,7 @@ for response in mlx_lm.stream_generate(model, tokenizer, "def f(x):", max_tokens
 step("ahead")
 reader = session_of(model).reader
 opened = next(iter(reader._files.values()))
-opened.read_ahead(4096, 128 << 10)
+system.HERE.read_ahead(opened.fd, 4096, 128 << 10)
 step("pressure")
 memory.swapped_s()
 step("close")

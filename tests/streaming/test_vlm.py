@@ -166,7 +166,7 @@ def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
     model = load(path)
     (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
     assert not table.parameters()
-    row_nbytes = table._table.row_nbytes + ROW_NBYTES
+    row_nbytes = table._row_nbytes + ROW_NBYTES
     monkeypatch.setattr("moelab.streaming.disk_embedding.HOT_NBYTES", 30 * row_nbytes)
     np.testing.assert_array_equal(logits(model, model.make_cache()), want)
     assert len(table._hot) == 30
