@@ -7,9 +7,9 @@ to an expression over ``NAMES`` and to a gate (``least`` or ``most``), fixed bef
 The expression gives one count, or samples, whose median gets the interval of ``records.interval``.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
-Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
-there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
-none, so an interval below this bound refutes, too.
+Else the regime is open, also if its record is missing. A gate that asks whether there is an effect
+has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as none, so an interval
+below this bound refutes, too.
 
 A claim names no condition. So one regime refutes it, and more than half of the regimes have to
 confirm it. If some regimes confirm and others refute it, the verdict is ``depends``; else it is
@@ -103,7 +103,7 @@ def read() -> list[dict[str, Any]]:
 
 def judge(*claims: dict[str, Any]) -> list[Judged]:
     """Judge claims by figures that are computed from the records; each record is read once."""
-    names = NAMES | {"read": functools.cache(_read)}
+    names = NAMES | {"read": functools.cache(records.read)}
     return [
         Judged(c, [_figure(c, names, *item) for item in c.get("figures", {}).items()])
         for c in claims
@@ -150,14 +150,6 @@ def _missing(error):
     if isinstance(error, KeyError):
         return f"no {str(error).rpartition(', got ')[2].strip(chr(34))} in the record"
     return str(error).partition(":")[0].rpartition("/")[2]
-
-
-def _read(name):
-    """Read a record that may decide a claim."""
-    samples = records.read(name)
-    if "trial" in samples.attrs:
-        raise FileNotFoundError(f"{name} is a trial: {samples.attrs['trial']}")
-    return samples
 
 
 def show(*ids: str) -> None:
