@@ -232,7 +232,6 @@ def _figure(samples, grouped, title, x, y, note, height=style.PLOT_HEIGHT, **lay
     counts = sorted({len(s) for groups in grouped.values() for s in groups.values()})
     if counts and counts[-1] > 1:
         told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
-    told += ["a trial"] if any("trial" in h for h in headers) else []
     spoilt = [records.busy(h.get("load", {})) for h in headers if "record" not in h]
     older = dict.fromkeys(h.get("note", "") for h in headers)
     cards = [h["machine"] if "record" in h else None for h in headers]  # None: this machine, now

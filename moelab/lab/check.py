@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import shutil
 import statistics
 import time
@@ -29,8 +28,8 @@ from ..streaming.plan import DoesNotFit
 from ..system import HERE
 from . import records
 from .decode import read_all_but_last
-from .machine import READ_NBYTES, card, card_line, cold_gain, drop_pages, read_speed
-from .models import settings_of
+from .machine import READ_NBYTES, card, card_line, drop_pages, read_speed
+from .models import repack_hint, settings_of
 from .variants import Opened, Variant, resident_like
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
@@ -130,7 +129,7 @@ def _ssd(folder, lacks, settings):
 
 
 def _slots_of(model, settings, rows):
-    """Yield a model's findings: its plan, its blocks, a repack's gain and, with ``rows``, texts."""
+    """Yield a model's findings: its plan, its blocks, a hint and, with ``rows``, texts."""
     tokenizer_of(model)
     try:
         p = plan(model, StreamConfig(lazy_logits=True))
@@ -148,11 +147,8 @@ def _slots_of(model, settings, rows):
     sizes = p.facts.checkpoint_nbytes, p.top_k * p.facts.slot_nbytes
     disk, token = (f"{nbytes / 1e6:,.0f} MB" for nbytes in sizes)
     yield True, f"{model.name}, {disk} on disk, needs {token} of experts for a token: {p}", ""
-    if p.slots < p.num_experts and (gain := cold_gain(p.facts, p.direct)):
-        so = "a repack would hardly gain"
-        if gain.quartiles[0] > 1:  # the gain is more than chance
-            so = f"`python -m moelab repack {shlex.quote(str(model))} OUT` writes such a copy"
-        yield True, f"{model.name}: {gain}: {so}", ""
+    if hint := repack_hint(model, p):
+        yield True, f"{model.name}: {hint}", ""
     if rows is not None:
         yield _compared(model, p, rows)
 

@@ -7,7 +7,6 @@ import platform
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,7 @@ import mlx.core as mx
 from .. import ENGINE
 from ..kernels import code
 from ..memory import memory_limit
-from ..repack import Gain, measure_gain
-from ..streaming.facts import ModelFacts
 from ..streaming.reading import native
-from ..streaming.reading.reader import Reader
 from ..system import HERE
 
 READ_NBYTES = 1 << 20  # about one expert of a large model
@@ -129,11 +125,3 @@ def read_speed(
             return total / (time.perf_counter() - started)
     finally:
         os.close(fd)
-
-
-def cold_gain(facts: ModelFacts, direct: bool) -> Gain | None:
-    """Measure a repack's gain with no expert in memory; ``direct`` reads past the page cache."""
-    for file in {file for t in facts.located.values() for file in t.files} if not direct else ():
-        drop_pages(file)
-    with closing(Reader(direct=direct)) as reader:
-        return measure_gain(facts, reader)

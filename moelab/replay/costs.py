@@ -63,14 +63,6 @@ class Costs:
             warm_call_s=self.warm_call_s / factor,
         )
 
-    def faster_disk(self, factor: float) -> "Costs":
-        """The costs with a disk of ``factor`` times the bandwidth."""
-        return replace(
-            self,
-            cold_s_per_byte=self.cold_s_per_byte / factor,
-            direct_s_per_byte=self.direct_s_per_byte / factor,
-        )
-
     def reads_s(
         self, warm: np.ndarray, cold: np.ndarray, nbytes: int, experts_s: float
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

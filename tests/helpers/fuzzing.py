@@ -29,7 +29,6 @@ import mlx.core as mx
 import numpy as np
 from common import PROMPT, greedy_logits
 from draft_files import target, write_draft
-from faults import edit_header
 from mlx_lm.utils import load_adapters
 
 import moelab
@@ -44,7 +43,6 @@ MEMORY_NBYTES = 24 << 30  # address space for a case
 TIMEOUT_S = 90  # time for a case; the slowest case takes a second
 # Families whose config.json is damaged.
 CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
-PACKED = ("packed", "unsigned")
 CONFIG = moelab.StreamConfig(slots=families.K + 1, dtype="float32")  # on a GPU, too
 ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
@@ -208,10 +206,7 @@ def write_bases(path):
             shutil.copy(moelab.DATA / "models" / "tiny-moe" / file, path / name)
         settings = '{"eos_token_id": [3, 4], "temperature": 0.6}'
         (path / name / "generation_config.json").write_text(settings)
-    packed = repack(path / CONFIGS[0], path / "packed", progress=False)
-    shutil.copytree(packed, path / "unsigned")  # without checksums, as version 0.1 wrote it
-    for file in (path / "unsigned").glob("experts-*"):
-        edit_header(file, lambda header: header["__metadata__"].pop("crc32"))
+    repack(path / CONFIGS[0], path / "packed", progress=False)
     sizes = {"hidden_size": families.D, "num_target_layers": 6, "vocab_size": families.VOCAB}
     write_draft(path / "draft", **sizes)
     shutil.copytree(moelab.DATA / "models" / "tiny-mtp", path / "tiny-mtp")
@@ -293,7 +288,7 @@ def model(base, damaged):
     moelab.footprint(damaged)
     if (got := text(damaged)) == right_text(base):
         return "same text"
-    right = base.name not in PACKED and got == greedy(families.load_resident(damaged))
+    right = base.name != "packed" and got == greedy(families.load_resident(damaged))
     return "as mlx-lm" if right else "WRONG TEXT"
 
 
@@ -338,7 +333,7 @@ def trace(_, damaged):
 
 KINDS = {  # the folder, the file in it, its damage, and what is done with it
     "header": (CONFIGS[:1], "*.safetensors", damage_header, model),
-    "packed": (PACKED, "*.safetensors", damage_header, model),
+    "packed": (("packed",), "*.safetensors", damage_header, model),
     "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, model),
     "config": (CONFIGS, "[cg]*config.json", damage_json, model),
     "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, tokenizer),

@@ -27,8 +27,7 @@ from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, ty
 from ...streaming.facts import ModelFacts
 from ...streaming.plan import DoesNotFit, Plan, memory_for_a_model, plan_of
 from ...system import HERE
-from ..machine import cold_gain
-from ..models import CONFIG, folder, named, planned
+from ..models import CONFIG, folder, named, planned, repack_hint
 from .costs import measure_costs
 
 # A speed is probably within this factor of its plan. ``FORMULA_NEAR``: how many published speeds
@@ -306,13 +305,13 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     plan = plan_of(ModelFacts.of(path, CONFIG), CONFIG, most=most)
     memory, slots = plan.memory_nbytes, [plan.slots]
     costs, trace = measure_costs(path), typical_trace(plan.facts, TOKENS)
-    gain = cold_gain(plan.facts, costs.reads_direct)
-    best = advice.advise(plan, memory, trace, costs, packed_gain=gain)
+    best = advice.advise(plan, memory, trace, costs)
     chosen = advice.advise(plan, memory, trace, costs, slots=slots)
     machine = Machine.measured(costs, plan.facts, *_memory(ram), mx.metal.is_available())
     found = Forecast(path.name, plan, machine, chosen, OWN_SPREAD, OWN_NEAR)
+    hint = repack_hint(path, plan)
     compared = "What a replay finds best of the settings that can be chosen by hand,"
-    return f"{plan}\n{found.table(prompt)}\n{compared}\n{best}"
+    return f"{plan}\n{found.table(prompt, {'layout': hint} if hint else {})}\n{compared}\n{best}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
