@@ -255,15 +255,13 @@ class FastMLP:
 
 def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
     """The matrices of some projections; None if one has a bias, is hooked or was replaced."""
-    found = []
-    for name in names:
-        linear = module[name]
-        if type(linear) not in LINEARS or "bias" in linear:
-            return None
-        if linear.training or replaced(linear.originals) or (matrices := linear.matrices()) is None:
-            return None
-        found.append(matrices)
-    return found
+    linears = [module[name] for name in names]
+    if any(type(m) not in LINEARS or "bias" in m for m in linears):
+        return None
+    if any(m.training or replaced(m.originals) for m in linears):
+        return None
+    found = [m.matrices() for m in linears]
+    return None if None in found else found
 
 
 @cache
