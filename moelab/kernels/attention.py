@@ -60,6 +60,7 @@ def agree(q, k, v, mask=None, sinks=None) -> bool:
     )
 
 
+@np.errstate(over="ignore", invalid="ignore")  # results may be inf or NaN, as in MLX
 def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
     """Compute ``mx.fast.scaled_dot_product_attention`` in float32: ``[B, H, Tq, Dv]``.
 
@@ -78,9 +79,12 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
     scores_of = quantized.kernel("float", 32, 1, D)
     soften = code.kernel_of(_Softmax, code.widest())
     add_up = code.kernel_of(_AddUp, code.lanes(Dv), Dv)
-
-    def block(b, h, first, end):
-        """Compute the attention of query rows ``[first:end]`` of heads that share key head h."""
+    step = min(max(1, SCORES // Tk), G * Tq)
+    numbers = np.arange(step)
+    at = address(numbers)
+    for b, h, first in product(range(B), range(Hk), range(0, G * Tq, step)):
+        # Compute query rows ``[first:end]`` of the heads that share key head h.
+        end = min(first + step, G * Tq)
         n, keys, seen = end - first, Tk, 0
         if isinstance(mask, str):
             # How many keys the first query sees. Each next query sees one key more.
@@ -89,9 +93,9 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
         s = np.empty((n, keys), np.float32)
         task = np.zeros(quantized.TASK, np.int64)
         task[[0, 3, 5]] = address(k[b, h]), address(q[b, h, first:]), address(s)
-        task[6:] = each, each, n, keys, keys  # row numbers, then counts (see ``quantized.TASK``)
+        task[6:] = at, at, n, keys, keys  # row numbers, then counts (see ``quantized.TASK``)
         work = s.size * D
-        team.run(scores_of, address(task), 1, pieces=team.pieces(work, keys // 2))
+        team.run(scores_of, task, 1, pieces=team.pieces(work, keys // 2))
         if isinstance(mask, np.ndarray):
             head, query = np.divmod(np.arange(first, end), Tq)
             of_rows = mask[b, h * G + head, query]
@@ -100,20 +104,10 @@ def attend(q, k, v, scale: float, mask=None, sinks=None) -> np.ndarray:
             else:
                 s += of_rows
         sums = np.full(n, -np.inf, np.float32) if sinks is None else sinks[h, first:end].copy()
-        numbers = address(s), address(sums), n, keys, seen, first, Tq
-        team.run(soften, *numbers, pieces=team.pieces(NUMBER_WORK * s.size, n))
-        addresses = map(address, (s, v[b, h], sums, y[b, h, first:]))
-        team.run(
-            add_up, *addresses, n, keys, pieces=team.pieces(work, -(-n // max(quantized.ROWS)))
-        )
-
-    step = min(max(1, SCORES // Tk), G * Tq)
-    # Keep the row numbers until the end: another thread may replace those that ``_numbers`` caches.
-    _kept, each = quantized.in_order(step)
-    starts = range(0, G * Tq, step)
-    with np.errstate(over="ignore", invalid="ignore"):  # results may be inf or NaN, as in MLX
-        for b, h, i in product(range(B), range(Hk), starts):
-            block(b, h, i, min(i + step, G * Tq))
+        pieces = team.pieces(NUMBER_WORK * s.size, n)
+        team.run(soften, s, sums, n, keys, seen, first, Tq, pieces=pieces)
+        pieces = team.pieces(work, -(-n // max(quantized.ROWS)))
+        team.run(add_up, s, v[b, h], sums, y[b, h, first:], n, keys, pieces=pieces)
     return y.reshape(B, H, Tq, Dv)
 
 
@@ -124,84 +118,62 @@ class _Softmax(Code):
     If ``seen`` is not 0, query t of Tq sees the first ``seen + t`` keys.
     """
 
-    signature = "*scores *sums rows keys seen first Tq"
+    def write(self, scores, sums, /, rows, keys, seen, first, Tq):
+        b = self.b
 
-    def write(self):
-        b, L = self.b, self.L
-        scores, sums, rows, keys, seen, first, Tq = self.arguments
+        def larger(one, other):
+            return b.select(b.fcmp_ordered(">", one, other), one, other)
 
-        def row(i, _):
-            begin = self.mul(i, keys)
+        with self.loop(*self.share(rows)) as i:
             more = self.add(seen, b.urem(self.add(first, i), Tq))
             num = b.select(b.icmp_unsigned("!=", seen, I64(0)), more, keys)
             num = b.select(b.icmp_signed("<", num, keys), num, keys)
-
-            def larger(one, other):
-                return b.select(b.fcmp_ordered(">", one, other), one, other)
-
-            def most_of(j, held):
-                return [larger(self.load(scores, self.add(begin, j), held[0].type), held[0])]
-
-            at, held = self.loop(I64(0), num, L, most_of, [self.all("-inf")])
-            most = self.load(sums, i, F32)
-            for n in range(L):
-                most = larger(b.extract_element(held[0], I32(n)), most)
-            most = self.spread(self.loop(at, num, 1, most_of, [most])[1][0])
-
-            def weigh(j, _, kind=self.floats):
-                place = self.add(begin, j)
-                v = self.load(scores, place, kind)
-                v = self.exp(b.fsub(v if kind is self.floats else self.spread(v), most))
-                v = v if kind is self.floats else b.extract_element(v, I32(0))
-                self.store(v, scores, place)
-
-            at, _ = self.loop(I64(0), num, L, weigh)
-            self.loop(at, num, 1, lambda j, _: weigh(j, _, F32))
-            zero = ir.Constant(F32, 0.0)
-            self.loop(num, keys, 1, lambda j, _: self.store(zero, scores, self.add(begin, j)))
-            none = self.exp(b.fsub(self.spread(self.load(sums, i, F32)), most))
-            self.store(b.extract_element(none, I32(0)), sums, i)
-
-        self.loop(*self.share(rows), 1, row)
+            of_places = [self.all("-inf")]
+            with self.loop(0, num, self.L, of_places) as j:
+                of_places[0] = larger(self.load(scores, self.place(i, keys, j)), of_places[0])
+            most = [self.load(sums, i, F32)]
+            for n in range(self.L):
+                most[0] = larger(b.extract_element(of_places[0], I32(n)), most[0])
+            with self.loop(j, num, values=most) as j:
+                most[0] = larger(self.load(scores, self.place(i, keys, j), F32), most[0])
+            most = self.spread(most[0])
+            with self.loop(0, num, self.L) as j:
+                at = self.place(i, keys, j)
+                self.store(self.exp(b.fsub(self.load(scores, at), most)), scores, at)
+            with self.loop(j, num) as j:
+                at = self.place(i, keys, j)
+                v = self.spread(self.load(scores, at, F32))
+                self.store(self.first(self.exp(b.fsub(v, most))), scores, at)
+            with self.loop(num, keys) as j:
+                self.store(ir.Constant(F32, 0.0), scores, self.place(i, keys, j))
+            none = self.spread(self.load(sums, i, F32))
+            self.store(self.first(self.exp(b.fsub(none, most))), sums, i)
 
 
 class _AddUp(Code):
     """Writes weighted means y ``[rows, Dv]`` of the values; ``sums`` has the weights of sinks."""
 
     form = "Dv"
-    signature = "*weights *values *sums *y rows keys"
 
-    def write(self):
-        *pointers, n, self.keys = self.arguments
-        self.in_groups(*self.share(n), quantized.ROWS, lambda rows: self._rows(rows, *pointers))
-
-    def _rows(self, rows, weights, values, sums, y):
-        zero = ir.Constant(self.floats, [0.0] * self.L)
-        totals = [self.spread(self.load(sums, row, F32)) for row in rows]
+    def write(self, weights, values, sums, y, /, n, keys):
         size = self.L * 4  # how many of a value's Dv numbers are added up side by side
-        for first in range(0, self.Dv, size):
-            places = range(first, min(first + size, self.Dv), self.L)
-
-            def key(t, held, places=places, first=first):
-                held = list(held)
-                at = self.mul(t, self.Dv)
-                vs = [self.load(values, self.add(at, p), self.floats) for p in places]
+        for rows in self.in_groups(*self.share(n), quantized.ROWS):
+            totals = [self.spread(self.load(sums, row, F32)) for row in rows]
+            for first in range(0, self.Dv, size):
+                places = range(first, min(first + size, self.Dv), self.L)
+                held = [self.all(0)] * (len(rows) * len(places)) + ([] if first else totals)
+                with self.loop(0, keys, values=held) as t:
+                    vs = [self.load(values, self.place(t, self.Dv, p)) for p in places]
+                    for i, row in enumerate(rows):
+                        w = self.spread(self.load(weights, self.place(row, keys, t), F32))
+                        for c, x in enumerate(vs, i * len(vs)):
+                            held[c] = self.fma(w, x, held[c])
+                        if not first:
+                            c = len(rows) * len(vs) + i
+                            held[c] = self.b.fadd(held[c], w)
+                if not first:
+                    totals = held[-len(rows) :]
                 for i, row in enumerate(rows):
-                    w = self.load(weights, self.add(self.mul(row, self.keys), t), F32)
-                    w = self.spread(w)
-                    for j, x in enumerate(vs):
-                        c = i * len(vs) + j
-                        held[c] = self.fma(w, x, held[c])
-                    if not first:
-                        c = len(rows) * len(vs) + i
-                        held[c] = self.b.fadd(held[c], w)
-                return held
-
-            begin = [zero] * (len(rows) * len(places)) + ([] if first else totals)
-            held = self.loop(I64(0), self.keys, 1, key, begin)[1]
-            if not first:
-                totals = held[-len(rows) :]
-            for i, row in enumerate(rows):
-                for j, p in enumerate(places):
-                    mean = self.b.fdiv(held[i * len(places) + j], totals[i])
-                    self.store(mean, y, self.add(self.mul(row, self.Dv), p))
+                    for c, p in enumerate(places, i * len(places)):
+                        mean = self.b.fdiv(held[c], totals[i])
+                        self.store(mean, y, self.place(row, self.Dv, p))

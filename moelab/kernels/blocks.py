@@ -39,7 +39,10 @@ class Recurred(NamedTuple):
 
 
 class Block(modules.Watched):
-    """A mixin for mlx-lm's classes of blocks; ``hooks.replaced`` checks its ``originals``."""
+    """A mixin for mlx-lm's classes of blocks; ``hooks.replaced`` checks its ``originals``.
+
+    A subclass has ``own_matrices``, and ``forward_with`` computes a call with them.
+    """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         y = None
@@ -57,7 +60,12 @@ class Block(modules.Watched):
 
     def forward(self, x: Rows, B: int, mask: Any = None, cache: Any = None) -> np.ndarray | None:
         """Compute the block for B texts' tokens x ``[n, D]``; None if the kernels do not fit."""
-        raise NotImplementedError
+        found = self.own_matrices() if self.knows(mask, cache) else None
+        return None if found is None else self.forward_with(x, B, found, mask, cache)
+
+    def knows(self, mask: Any, cache: Any) -> bool:
+        """Whether the kernels fit the mask and the cache of a call."""
+        return True
 
     @property
     def is_known(self) -> bool:
@@ -107,10 +115,7 @@ def check_cache(a: mx.array, shape: tuple[int, ...]) -> None:
 class GatedDelta(Block):
     """``GatedDeltaNet`` of qwen3_5 and of qwen3_next."""
 
-    def forward(self, x, B, mask=None, cache=None):
-        found = self.own_matrices() if self.knows(mask, cache) else None
-        if found is None:
-            return None
+    def forward_with(self, x, B, found, mask, cache):
         did = self.compute(x, B, found, *self.held(cache, self.zeros(B)))
         if cache is not None:
             self.keep(cache, did)
@@ -131,8 +136,7 @@ class GatedDelta(Block):
         if self.recorder is not None:
             self.recorder.keep(cache, did)
 
-    def knows(self, mask: Any, cache: Any) -> bool:
-        """Whether the kernels fit the mask and the cache of a call."""
+    def knows(self, mask, cache):
         if cache is None or mask is not None:
             return mask is None
         is_known = type(cache) is ArraysCache and cache.lengths is None and len(cache.cache) == 2
@@ -214,10 +218,7 @@ class GatedDeltaNext(GatedDelta):
 class Attention(Block):
     """The attention of qwen3, qwen3_moe, qwen3_next and qwen3_5. The last two have a gate."""
 
-    def forward(self, x, B, mask=None, cache=None):
-        found = self.own_matrices() if self.knows(mask, cache) else None
-        if found is None:
-            return None
+    def forward_with(self, x, B, found, mask, cache):
         n, T, offset = len(x.x), len(x.x) // B, 0 if cache is None else cache.offset
         angles = [np.tile(a, (B, 1)) for a in self.turns(offset, T)]
         *qkv, gate = self.project(x, found, *angles)
@@ -225,7 +226,7 @@ class Attention(Block):
         y = self.attend(q, k, v, mask, cache).transpose(0, 2, 1, 3)
         return self.leave(np.ascontiguousarray(y).reshape(n, *gate.shape[1:-1], -1), gate, found)
 
-    def knows(self, mask: Any, cache: Any) -> bool:
+    def knows(self, mask, cache):
         if cache is None:
             return True
         is_known = isinstance(getattr(cache, "offset", None), int) and not hasattr(cache, "bits")
@@ -301,10 +302,7 @@ class Experts(Block):
 
     has_cache = False
 
-    def forward(self, x, B, mask=None, cache=None):
-        found = self.own_matrices()
-        if found is None:
-            return None
+    def forward_with(self, x, B, found, mask, cache):
         routed, scores, *shared = self.before_experts(x, B, found)
         return rowwise.combine(self.compute(x, B, routed), scores, None, *shared)
 

@@ -3,7 +3,9 @@
 import ctypes
 import os
 import threading
+from contextlib import contextmanager
 from functools import cache
+from inspect import signature
 from math import prod
 from typing import Any
 
@@ -141,27 +143,34 @@ class Kernel:
         self._function(ctypes.addressof(arguments), 0, 1)
 
 
+def i64(x):
+    """Return a constant if x is an int of Python, else x."""
+    return I64(x) if isinstance(x, int) else x
+
+
 class Code:
     """A function ``run(arguments, piece, pieces)``, which a subclass's ``write`` writes for LLVM.
 
-    ``form`` names the constants and ``signature`` the arguments; a star marks an address of floats.
+    ``form`` names the constants. The parameters of ``write`` are the arguments: addresses of floats
+    before the ``/``, other numbers after it.
     """
 
-    form = signature = ""
+    form = ""
 
     def __init__(self, L: int, *form: Any):
         self.__dict__.update(zip(self.form.split(), form))
-        self.L, names = L, self.signature.split()
-        self.floats, self.ints = ir.VectorType(F32, L), ir.VectorType(I32, L)
+        self.L, self.floats, self.ints = L, ir.VectorType(F32, L), ir.VectorType(I32, L)
         self._module = ir.Module()
         self._module.triple = llvm.get_default_triple()
         self.function = self._declare("run", ir.VoidType(), [I64] * 3)
         self.b = ir.IRBuilder(self.function.append_basic_block())
         first, self.piece, self.pieces = self.function.args
         first = self.pointer(first, I64)
-        numbers = [self.load(first, I64(i), I64, align=8) for i in range(len(names))]
+        kinds = [p.kind for p in signature(self.write).parameters.values()]
+        numbers = [self.load(first, i, I64, align=8) for i in range(len(kinds))]
         self.arguments = [
-            self.pointer(n, F32) if name.startswith("*") else n for name, n in zip(names, numbers)
+            self.pointer(n, F32) if kind.name == "POSITIONAL_ONLY" else n
+            for n, kind in zip(numbers, kinds)
         ]
 
     def _declare(self, name, returns, arguments):
@@ -169,7 +178,7 @@ class Code:
 
     def compile(self) -> bytes:
         """Write the function, and return its object code for this processor."""
-        self.write()
+        self.write(*self.arguments)
         self.b.ret_void()
         machine = _machine()
         options = llvm.create_pipeline_tuning_options(speed_level=3)
@@ -190,45 +199,49 @@ class Code:
     def pointer(self, address, kind):
         return self.b.inttoptr(address, kind.as_pointer())
 
-    def loop(self, first, end, step, body, values=()):
-        """Repeat ``body(i, values)``, which gives the next values; return the last i and values."""
-        before = self.b.block
+    @contextmanager
+    def loop(self, first, end, step=1, values=None):
+        """Repeat the block's code for i from ``first`` to ``end``, in whole steps.
+
+        The block may change the list ``values``: the next step and the code after the loop get what
+        is in it. After the loop, i is the first number that is left over.
+        """
+        before, values = self.b.block, [] if values is None else values
         head, inside, after = (self.function.append_basic_block() for _ in range(3))
         self.b.branch(head)
         self.b.position_at_end(head)
-        i = self.b.phi(I64)
-        i.add_incoming(first, before)
-        held = []
-        for v in values:
-            held.append(self.b.phi(v.type))
-            held[-1].add_incoming(v, before)
-        self.b.cbranch(self.b.icmp_signed("<=", self.add(i, step), end), inside, after)
+        i, *held = phis = [self.b.phi(kind) for kind in (I64, *(v.type for v in values))]
+        for phi, v in zip(phis, (i64(first), *values)):
+            phi.add_incoming(v, before)
+        more = self.b.icmp_signed("<=", self.add(i, step), i64(end))
+        self.b.cbranch(more, inside, after)
         self.b.position_at_end(inside)
-        new = body(i, held) or []
-        i.add_incoming(self.add(i, step), self.b.block)
-        for phi, v in zip(held, new):
+        values[:] = held
+        yield i
+        for phi, v in zip(phis, (self.add(i, step), *values)):
             phi.add_incoming(v, self.b.block)
+        values[:] = held
         self.b.branch(head)
         self.b.position_at_end(after)
-        return i, held
 
-    def in_groups(self, first, end, sizes, body):
-        """Call ``body`` with the numbers from ``first`` to ``end`` in groups of these sizes."""
+    def in_groups(self, first, end, sizes):
+        """Yield the numbers from ``first`` to ``end`` in groups of these sizes."""
         for size in sizes:
+            with self.loop(first, end, size) as i:
+                yield [self.add(i, k) for k in range(size)]
+            first = i
 
-            def group(i, _, size=size):
-                body([self.add(i, k) for k in range(size)])
-
-            first, _ = self.loop(first, end, size, group)
-
-    def load(self, pointer, at, kind, align=4):
-        value = self.b.load(self.b.bitcast(self.b.gep(pointer, [at]), kind.as_pointer()))
+    def load(self, pointer, at, kind=None, align=4):
+        """Load a value; a vector of floats if ``kind`` is None."""
+        kind = self.floats if kind is None else kind
+        at = self.b.gep(pointer, [i64(at)])
+        value = self.b.load(self.b.bitcast(at, kind.as_pointer()))
         value.align = align
         return value
 
     def store(self, value, pointer, at):
-        to = self.b.bitcast(self.b.gep(pointer, [at]), value.type.as_pointer())
-        self.b.store(value, to).align = 4
+        at = self.b.gep(pointer, [i64(at)])
+        self.b.store(value, self.b.bitcast(at, value.type.as_pointer())).align = 4
 
     def fma(self, a, b, c):
         return self.intrinsic("fma", a, b, c)
@@ -237,7 +250,7 @@ class Code:
         """Put a number in every place of a vector."""
         nothing = ir.Constant(self.floats, ir.Undefined)
         one = self.b.insert_element(nothing, x, I32(0))
-        return self.b.shuffle_vector(one, nothing, ir.Constant(self.ints, [0] * self.L))
+        return self.b.shuffle_vector(one, nothing, self.all_ints(0))
 
     def sum(self, v):
         """The sum of a vector: halves are added until one number is left."""
@@ -250,17 +263,28 @@ class Code:
                 for a in (0, half)
             )
             v = self.b.fadd(low, high)
+        return self.first(v)
+
+    def first(self, v):
+        """The first number of a vector."""
         return self.b.extract_element(v, I32(0))
 
     def add(self, a, b):
-        return self.b.add(a, I64(b) if isinstance(b, int) else b)
+        return self.b.add(a, i64(b))
 
     def mul(self, a, b):
-        return self.b.mul(a, I64(b) if isinstance(b, int) else b)
+        return self.b.mul(a, i64(b))
+
+    def place(self, row, size, j):
+        """The place of number j of a row, among rows of this size."""
+        return self.add(self.mul(row, size), j)
 
     def all(self, x):
         """Return a vector with a constant in every place."""
         return ir.Constant(self.floats, [float(x)] * self.L)
+
+    def all_ints(self, x):
+        return ir.Constant(self.ints, [x] * self.L)
 
     def intrinsic(self, name, *vectors):
         """Call LLVM's function ``name``, which takes vectors of floats and returns one vector."""
@@ -271,7 +295,7 @@ class Code:
 
     def exp(self, x):
         """Compute e to the power of each number, within 1e-7: 2**n times a polynomial (Cephes)."""
-        b, ints = self.b, self.ints
+        b = self.b
         low, high = self.all(-104), self.all(89)  # beyond these the result is 0 or inf
         within = b.select(b.fcmp_ordered("<", x, low), low, x)
         within = b.select(b.fcmp_ordered(">", within, high), high, within)
@@ -283,11 +307,11 @@ class Code:
             y = self.fma(y, rest, self.all(c))
         y = b.fadd(self.fma(b.fmul(y, rest), rest, rest), self.all(1))
         # Multiply in two steps: 2**128 and powers below 2**-126 are no normal float32 numbers.
-        whole = b.fptosi(n, ints)
-        half = b.ashr(whole, ir.Constant(ints, [1] * self.L))
+        whole = b.fptosi(n, self.ints)
+        half = b.ashr(whole, self.all_ints(1))
         for power in (half, b.sub(whole, half)):
-            power = b.add(power, ir.Constant(ints, [127] * self.L))
-            power = b.shl(power, ir.Constant(ints, [23] * self.L))
+            power = b.add(power, self.all_ints(127))
+            power = b.shl(power, self.all_ints(23))
             y = b.fmul(y, b.bitcast(power, self.floats))
         return b.select(b.fcmp_unordered("uno", x, x), x, y)
 

@@ -148,16 +148,17 @@ class PlacedExperts:
         """Record the products of row ``rows[k]`` and expert k's matrices, side by side in y."""
         K, n = len(rows), len(matrices)
         N = y.shape[1] // n
-        numbers, at = quantized.in_order(n * K)
+        each = np.arange(n * K)
+        at = code.address(each)
         tasks = np.zeros((K, n, quantized.TASK), np.int64)
         tasks[..., 3:6] = packed.x, packed.sums, code.address(y)
         tasks[..., 6] = at + 8 * rows[:, None]
-        tasks[..., 7] = at + 8 * np.arange(n * K).reshape(K, n)
+        tasks[..., 7] = at + 8 * each.reshape(K, n)
         tasks[..., 8:] = 1, N, N
-        code.keep((packed, numbers))
+        code.keep(packed)
         self._tasks.append(tasks)
         pieces = team.pieces(y.size * matrices[0].inputs, N // 2)
-        team.run(matrices[0].kernel, code.address(tasks), n * K, pieces=pieces)
+        team.run(matrices[0].kernel, tasks, n * K, pieces=pieces)
 
     def bind(self, found: Projections) -> bool:
         """Use these projections from now on; return False if the program is for another form."""

@@ -13,7 +13,7 @@ from mlx_lm.models import gated_delta as of_mlx_lm
 
 from ..hooks import with_globals
 from . import code, team
-from .code import F32, I64, Code, address, empty, to_mlx
+from .code import F32, Code, empty, to_mlx
 
 CHUNKED = "gated_delta_chunked"
 
@@ -57,8 +57,7 @@ def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
     steps = [a.strides[T > 1] // a.itemsize for a in (q, k, v)]
     team.run(
         code.kernel_of(_GatedDelta, code.lanes(Dk), Dk, g.ndim == 4),
-        *(address(a) for a in (q, k, v, g, beta, state, new, y)),
-        *(*steps, T, Hk, Hv, Dv, B * Hv * Dv),
+        *(q, k, v, g, beta, state, new, y, *steps, T, Hk, Hv, Dv, B * Hv * Dv),
         pieces=team.pieces(2 * T * state.size, B * Hv),
     )
     return y, new
@@ -83,57 +82,43 @@ class _GatedDelta(Code):
     """The recurrence for all ``B * Hv * Dv`` rows of the states, two at a time to hide latency."""
 
     form = "Dk vector"
-    signature = "*q *k *v *g *beta *state *new *y q_step k_step v_step T Hk Hv Dv rows"
 
-    def write(self):
-        *pointers, q_step, k_step, v_step, T, Hk, Hv, Dv, all_rows = self.arguments
-        self.steps = q_step, k_step, v_step
-        compute = partial(self._rows, pointers=pointers, T=T, Hk=Hk, Hv=Hv, Dv=Dv)
-        self.in_groups(*self.share(all_rows), (2, 1), compute)
-
-    def _rows(self, rows, pointers, T, Hk, Hv, Dv):
+    def write(
+        self, q, k, v, g, beta, state, new, y, /, q_step, k_step, v_step, T, Hk, Hv, Dv, all_rows
+    ):
         b, n = self.b, self.Dk // self.L
-        q, k, v, g, beta, state, new, y = pointers
-        places = []
-        for row in rows:
-            head = b.udiv(row, Dv)  # among all B * Hv heads
-            batch, hv, dv = b.udiv(head, Hv), b.urem(head, Hv), b.urem(row, Dv)
-            places.append((batch, hv, b.udiv(hv, b.udiv(Hv, Hk)), dv))
 
         def vectors(pointer, first):
-            at = [self.add(first, i * self.L) for i in range(n)]
-            return [self.load(pointer, i, self.floats) for i in at]
+            return [self.load(pointer, self.add(first, i * self.L)) for i in range(n)]
 
-        def token(t, held):
-            states = [held[i * n : (i + 1) * n] for i in range(len(rows))]
-            out = []
-            for s, (batch, hv, hk, dv) in zip(states, places):
-                at = self.add(self.mul(batch, T), t)
-                head = self.add(self.mul(at, Hv), hv)
-                gates = (
-                    vectors(g, self.mul(head, self.Dk))
-                    if self.vector
-                    else [self.spread(self.load(g, head, F32))] * n
-                )
-                of_q, of_k, of_v = (self.mul(at, step) for step in self.steps)
-                key = self.mul(hk, self.Dk)
-                ks, qs = vectors(k, self.add(of_k, key)), vectors(q, self.add(of_q, key))
-                s = [b.fmul(x, gate) for x, gate in zip(s, gates)]
-                value = self.add(self.mul(head, Dv), dv)
-                of_v = self.add(of_v, self.add(self.mul(hv, Dv), dv))
-                delta = b.fsub(self.load(v, of_v, F32), self._dot(s, ks))
-                delta = self.spread(b.fmul(delta, self.load(beta, head, F32)))
-                s = [self.fma(x, delta, y_) for x, y_ in zip(ks, s)]
-                self.store(self._dot(s, qs), y, value)
-                out += s
-            return out
-
-        begin = [x for row in rows for x in vectors(state, self.mul(row, self.Dk))]
-        _, end = self.loop(I64(0), T, 1, token, begin)
-        for i, row in enumerate(rows):
-            for j in range(n):
-                at = self.add(self.mul(row, self.Dk), j * self.L)
-                self.store(end[i * n + j], new, at)
+        for rows in self.in_groups(*self.share(all_rows), (2, 1)):
+            places = []
+            for row in rows:
+                head = b.udiv(row, Dv)  # among all B * Hv heads
+                batch, hv, dv = b.udiv(head, Hv), b.urem(head, Hv), b.urem(row, Dv)
+                places.append((batch, hv, b.udiv(hv, b.udiv(Hv, Hk)), dv))
+            states = [x for row in rows for x in vectors(state, self.mul(row, self.Dk))]
+            with self.loop(0, T, values=states) as t:
+                for i, (batch, hv, hk, dv) in enumerate(places):
+                    at = self.place(batch, T, t)
+                    head = self.place(at, Hv, hv)
+                    if self.vector:
+                        gates = vectors(g, self.mul(head, self.Dk))
+                    else:
+                        gates = [self.spread(self.load(g, head, F32))] * n
+                    of_q, of_k, of_v = (self.mul(at, step) for step in (q_step, k_step, v_step))
+                    key = self.mul(hk, self.Dk)
+                    ks, qs = vectors(k, self.add(of_k, key)), vectors(q, self.add(of_q, key))
+                    mine = slice(i * n, (i + 1) * n)
+                    s = [b.fmul(x, gate) for x, gate in zip(states[mine], gates)]
+                    of_v = self.add(of_v, self.place(hv, Dv, dv))
+                    delta = b.fsub(self.load(v, of_v, F32), self._dot(s, ks))
+                    delta = self.spread(b.fmul(delta, self.load(beta, head, F32)))
+                    states[mine] = s = [self.fma(x, delta, y_) for x, y_ in zip(ks, s)]
+                    self.store(self._dot(s, qs), y, self.place(head, Dv, dv))
+            for i, row in enumerate(rows):
+                for j, x in enumerate(states[i * n : (i + 1) * n]):
+                    self.store(x, new, self.place(row, self.Dk, j * self.L))
 
     def _dot(self, a, b):
         """Return the sum of products, in two chains to hide latency."""

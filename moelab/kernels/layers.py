@@ -255,11 +255,16 @@ def use(model: nn.Module, half_scales: bool = False) -> dict[str, int]:
     found, memory = Counter(fast=0, mlx=0), code.Memory()
     types = (mx.float32, mx.bfloat16) if half_scales else (mx.float32,)
     for module in reversed(list(model.modules())):  # children before their module
-        cls, computes = type(module), modules.use(module, types)
-        if cls is SwitchGLU and experts.gate_up_down(module):
-            module.__class__ = experts.FastSwitchGLU
-        if computes is not None:
+        cls = type(module)
+        if cls in modules.FAST:
+            computes = modules.fits(module, types)
             found["fast" if computes else "mlx"] += 1
+            if computes:
+                module.__class__ = modules.FAST[cls]
+        elif modules.is_mlp(cls):
+            module.__class__ = modules.with_mixin(FastMLP, cls)
+        elif cls is SwitchGLU and experts.gate_up_down(module):
+            module.__class__ = experts.FastSwitchGLU
         for name, fast in CALLED.items():
             call_instead(module, name, fast)
         if cls in BLOCKS:

@@ -46,31 +46,15 @@ def describe() -> str:
     return f"mlx and fast ({code.widest()} numbers at once)"
 
 
-def use(module: nn.Module, types: tuple[mx.Dtype, ...]) -> bool | None:
-    """Let a module compute with the kernels; return whether they fit (None: it has no matrix)."""
-    cls = type(module)
-    if cls not in FAST:
-        if _is_mlp(cls):
-            module.__class__ = with_mixin(FastMLP, cls)
-        return None
-    computes = _fits(module, types)
-    if computes:
-        module.__class__ = FAST[cls]
-    return computes
-
-
 def used(model: nn.Module) -> bool:
     """Whether a model computes with these kernels."""
     return any(isinstance(module, _Fast) for module in model.modules())
 
 
-def fits(module: nn.Module) -> bool:
-    """Whether the kernels take a module of MLX or mlx-lm with the matrices that it holds now."""
-    return type(module) in FAST and _fits(module)
-
-
-def _fits(module, types=(mx.float32, mx.bfloat16)):
+def fits(module: nn.Module, types: tuple = (mx.float32, mx.bfloat16)) -> bool:
     """Whether the kernels compute with a module's matrices; affine scales must be of ``types``."""
+    if type(module) not in FAST and not isinstance(module, _Fast):
+        return False
     if isinstance(module, nn.Conv1d):
         channels, _, inputs = module["weight"].shape
         return (inputs, channels) == (1, module.groups) and (
@@ -152,7 +136,7 @@ class _Fast(Watched):
             if of[0] is weight and of[1] is scales and of[2] is biases:
                 return kept.made
         matrices, held = None, []
-        if _fits(self):
+        if fits(self):
             held = [a if a is None else owned(_bits(a)) for a in (weight, scales, biases)]
             # The arrays of slots are not copied here: the engine writes new experts to them.
             views = [a if a is None else code.in_rows(np.asarray(a)) for a in held]
@@ -255,19 +239,17 @@ class FastMLP:
 
 def products(module: nn.Module, *names: str) -> list[quantized.Matrices] | None:
     """The matrices of some projections; None if one has a bias, is hooked or was replaced."""
-    found = []
-    for name in names:
-        linear = module[name]
-        if type(linear) not in LINEARS or "bias" in linear:
-            return None
-        if linear.training or replaced(linear.originals) or (matrices := linear.matrices()) is None:
-            return None
-        found.append(matrices)
-    return found
+    linears = [module[name] for name in names]
+    if any(type(m) not in LINEARS or "bias" in m for m in linears):
+        return None
+    if any(m.training or replaced(m.originals) for m in linears):
+        return None
+    found = [m.matrices() for m in linears]
+    return None if None in found else found
 
 
 @cache
-def _is_mlp(cls):
+def is_mlp(cls: type) -> bool:
     """Whether a class computes ``down(swiglu(gate(x), up(x)))``; its code is run on strings."""
     call = cls.__call__
     if not isinstance(call, FunctionType) or call.__globals__.get("swiglu") is not swiglu:

@@ -10,8 +10,7 @@ is below 1.2e-35. If an input is inf or -inf, a result may be NaN here and inf o
 """
 
 import ctypes
-from functools import cache
-from itertools import chain
+from itertools import chain, product
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -85,15 +84,7 @@ class Matrices:
     A single matrix may lack the axis E.
     """
 
-    def __init__(
-        self,
-        weight: np.ndarray,
-        scales: np.ndarray | None,
-        biases: np.ndarray | None,
-        group_size: int,
-        bits: int,
-        mode: str = "affine",
-    ):
+    def __init__(self, weight, scales, biases, group_size: int, bits: int, mode: str = "affine"):
         given = [a for a in (weight, scales, biases) if a is not None]
         self._arrays = [a if a.ndim == 3 else a[None] for a in given]
         weight = self._arrays[0]
@@ -121,7 +112,7 @@ class Matrices:
         packed = address(memory)
         sums = packed + len(x) * self.inputs * x.itemsize
         pieces = team.pieces(4 * x.size, len(x))
-        team.run(self._pack, address(x), packed, sums, len(x), pieces=pieces)
+        team.run(self._pack, x, packed, sums, len(x), pieces=pieces)
         return Packed(packed, sums, memory)
 
     def multiply(self, x: np.ndarray) -> np.ndarray:
@@ -141,7 +132,7 @@ class Matrices:
         tasks[:, 10] = y.strides[0] // y.itemsize
         work = len(parts.x) * self.outputs * self.inputs
         pieces = team.pieces(work, self.outputs // 2)
-        team.run(self.kernel, tasks.ctypes.data, len(tasks), pieces=pieces)
+        team.run(self.kernel, tasks, len(tasks), pieces=pieces)
 
 
 class Rows:
@@ -167,7 +158,8 @@ class Rows:
     def multiply(self, *matrices: Matrices) -> list[np.ndarray]:
         """Multiply the rows with matrix 0 of each ``Matrices``: ``[n, N]``."""
         n, ys, calls = len(self.x), [], {}
-        _kept, at = in_order(n)
+        each = np.arange(n)
+        at = address(each)
         for m in matrices:
             y, packed = code.empty(n, m.outputs), self.packed_for(m)
             ys.append(y)
@@ -175,23 +167,10 @@ class Rows:
             calls.setdefault(m.kernel, []).append((m, task))
         for kernel, tasks in calls.items():
             table = (ctypes.c_int64 * (TASK * len(tasks)))(*chain(*(task for _, task in tasks)))
-            code.keep(table)
             work = n * sum(m.outputs * m.inputs for m, _ in tasks)
             pieces = team.pieces(work, max(m.outputs for m, _ in tasks) // 2)
-            team.run(kernel, ctypes.addressof(table), len(tasks), pieces=pieces)
+            team.run(kernel, table, len(tasks), pieces=pieces)
         return ys
-
-
-def in_order(n: int) -> tuple[np.ndarray, int]:
-    """Return the row numbers 0 to n - 1 for a task, and their address; both are cached."""
-    numbers, address = _numbers((n - 1).bit_length())
-    return numbers[:n], address
-
-
-@cache
-def _numbers(bits):
-    numbers = np.arange(1 << bits)
-    return numbers, numbers.ctypes.data
 
 
 def kernel(mode: str, bits: int, group: int, inputs: int, half: bool = False) -> Kernel:
@@ -204,37 +183,28 @@ class _Packer(Code):
     """Packs rows x in the order of ``Packed``; a block has L words, so L * n inputs."""
 
     form = "bits inputs divisor"
-    signature = "*x *packed *sums rows"
 
-    def write(self):
-        x, packed, sums, rows = self.arguments
-        share = ir.Constant(self.floats, [1 / self.divisor] * self.L)
-        L, n = self.L, WORD // self.bits
+    def write(self, x, packed, sums, /, rows):
+        share, L, n = self.all(1 / self.divisor), self.L, WORD // self.bits
         size = L * n
-
-        def block(k, _):
+        with self.loop(*self.share(self.mul(rows, self.inputs // size))) as k:
             words = self.load(x, self.mul(k, size), ir.VectorType(F32, size))
-            nothing = ir.Constant(words.type, ir.Undefined)
-            total = None
-            for place in range(n):
-                mask = ir.Constant(self.ints, [place + n * i for i in range(L)])
+            nothing, total = ir.Constant(words.type, ir.Undefined), None
+            for i in range(n):
+                mask = ir.Constant(self.ints, [i + n * lane for lane in range(L)])
                 one = self.b.fmul(self.b.shuffle_vector(words, nothing, mask), share)
-                self.store(one, packed, self.add(self.mul(k, size), place * L))
+                self.store(one, packed, self.place(k, size, i * L))
                 total = self.b.fadd(total, one) if total else one
             self.store(total, sums, self.mul(k, L))
-
-        self.loop(*self.share(self.mul(rows, self.inputs // size)), 1, block)
 
 
 class _Product(Code):
     """Computes n tasks, tile by tile, with some rows of x and of weights (``ROWS``) at a time."""
 
     form = "mode bits group inputs half"
-    signature = "tasks n"
 
-    def write(self):
-        b, (tasks, n) = self.b, self.arguments
-        tasks = self.pointer(tasks, I64)
+    def write(self, tasks, n):
+        b, tasks = self.b, self.pointer(tasks, I64)
         self.kind = I8 if self.mode == "mxfp4" else I16 if self.half else F32  # scales and biases
         self.n = WORD // self.bits
         self.words, self.groups = self.inputs // self.n, self.inputs // self.group
@@ -245,78 +215,65 @@ class _Product(Code):
             self._look_up = self._declare(name, self.floats, [self.floats, self.ints])
 
         def field(i, k):
-            return self.load(tasks, self.add(self.mul(i, TASK), k), I64, align=8)
+            return self.load(tasks, self.place(i, TASK, k), I64, align=8)
 
-        def work(i, held):
-            return [self.add(held[0], self.mul(field(i, 8), field(i, 9)))]
+        def with_work_of(i, before):
+            return self.add(before, self.mul(field(i, 8), field(i, 9)))
 
+        def least(one, other):
+            return b.select(b.icmp_signed("<", one, other), one, other)
+
+        total = [I64(0)]
+        with self.loop(0, n, values=total) as i:
+            total[0] = with_work_of(i, total[0])
         # Each piece is an equal, unbroken share of all tasks' work: a thread reads memory in order.
-        begin, end = self.share(self.loop(I64(0), n, 1, work, [I64(0)])[1][0])
-
-        def task(i, held):
-            fields = [field(i, k) for k in range(TASK)]
+        begin, end = self.share(total[0])
+        done = [I64(0)]  # the work of earlier tasks
+        with self.loop(0, n, values=done) as i:
+            fields, before = [field(i, k) for k in range(TASK)], done[0]
             kinds = [I32, self.kind, self.kind, F32, F32, F32, I64, I64]
             *pointers, of_x, of_y = [self.pointer(f, kind) for f, kind in zip(fields, kinds)]
             rows_of_x, weights, self.y_step = fields[8:]
-            before = held[0]  # the work of earlier tasks
 
             def within(bound):
                 """Convert a bound of the shared work to a row of this task's weights."""
                 at = b.sdiv(b.sub(bound, before), rows_of_x)
                 at = b.select(b.icmp_signed("<", bound, before), I64(0), at)
-                return b.select(b.icmp_signed("<", at, weights), at, weights)
+                return least(at, weights)
 
             start, last = within(begin), within(end)
             # A tile's weights stay in a core's cache while all rows of x are multiplied with them.
             # If there is only one group of rows of x, all weights are one tile.
-            alone = self.b.icmp_signed("<=", rows_of_x, I64(max(ROWS)))
-            size = self.b.select(alone, self.add(self.b.sub(last, start), 1), I64(64))
-
-            def tile(first, _):
-                end = self.add(first, size)
-                end = self.b.select(self.b.icmp_signed("<", end, last), end, last)
-
-                def group(numbers):
-                    xs, ys = (
-                        [self.load(of, i, I64, align=8) for i in numbers] for of in (of_x, of_y)
-                    )
-                    at = first
-                    for r in ROWS[len(numbers)]:
-                        at = self._rows(r, xs, ys, at, end, *pointers)
-
-                self.in_groups(I64(0), rows_of_x, ROWS, group)
-
+            alone = b.icmp_signed("<=", rows_of_x, I64(max(ROWS)))
+            size = b.select(alone, self.add(b.sub(last, start), 1), I64(64))
             # ``loop`` makes whole steps only: a larger end adds a tile for the rows that remain.
-            self.loop(start, self.add(last, self.b.sub(size, I64(1))), size, tile)
-            return work(i, held)
-
-        self.loop(I64(0), n, 1, task, [I64(0)])
+            with self.loop(start, self.add(last, b.sub(size, I64(1))), size) as first:
+                stop = least(self.add(first, size), last)
+                for rows in self.in_groups(0, rows_of_x, ROWS):
+                    xs, ys = ([self.load(of, j, I64, align=8) for j in rows] for of in (of_x, of_y))
+                    at = first
+                    for r in ROWS[len(rows)]:
+                        at = self._rows(r, xs, ys, at, stop, *pointers)
+            done[0] = with_work_of(i, before)
 
     def _rows(self, r, xs, ys, first, end, w, s, t, x, sums, y):
         """Multiply rows ``[first:end]`` of weights, r at a time; return the first row left over."""
-        zero, m = ir.Constant(self.floats, [0.0] * self.L), len(xs)
         whole = ir.Constant(F32, float(divisor(self.mode, self.bits)))
-
-        def one(out, _):
-            outs = [self.add(out, self.mul(stretch, i)) for i in range(r)]
-
-            def block(k, acc):
-                return self._block(k, list(acc), xs, outs, w, s, t, x, sums)
-
-            acc = self.loop(I64(0), I64(self.words // self.L), 1, block, [zero] * (r * m))[1]
-            for i in range(r):
-                for j in range(m):
-                    at = self.add(self.mul(ys[j], self.y_step), outs[i])
-                    self.store(self.b.fmul(self.sum(acc[i * m + j]), whole), y, at)
-
         stretch = self.b.udiv(self.b.sub(end, first), I64(r))
-        self.loop(first, self.add(first, stretch), 1, one)
+        with self.loop(first, self.add(first, stretch)) as out:
+            outs = [self.add(out, self.mul(stretch, i)) for i in range(r)]
+            acc = [self.all(0)] * (r * len(xs))
+            with self.loop(0, self.words // self.L, values=acc) as k:
+                self._block(k, acc, xs, outs, w, s, t, x, sums)
+            for total, (o, row) in zip(acc, product(outs, ys)):
+                at = self.add(self.mul(row, self.y_step), o)
+                self.store(self.b.fmul(self.sum(total), whole), y, at)
         return self.add(first, self.mul(stretch, r))
 
     def _block(self, k, acc, rows, outs, w, s, t, x, sums):
         """Multiply L words of some rows of weights with rows of x; add the products to ``acc``."""
         m = len(rows)
-        at = [self.add(self.mul(o, self.words), self.mul(k, self.L)) for o in outs]
+        at = [self.place(o, self.words, self.mul(k, self.L)) for o in outs]
         # A slot may begin at any byte of its buffer.
         words = [self.load(w, i, self.ints, align=1) for i in at]
         for i in at:
@@ -325,69 +282,65 @@ class _Product(Code):
             ahead = self.b.bitcast(ahead, I8.as_pointer())
             # The arguments mean: fetch data, for reading, into the second-level cache.
             self.b.call(self.prefetch, [ahead, I32(0), I32(2), I32(1)])
-        part = list(acc) if self.mode == "float" else [None] * len(acc)
-        for place in range(self.n):
-            unpacked = [self._unpack(word, place) for word in words]
-            of_block = self.add(self.mul(k, self.n * self.L), place * self.L)
-            for j in range(m):
-                xs = self.load(x, self.add(self.mul(rows[j], self.inputs), of_block), self.floats)
-                for i, q in enumerate(unpacked):
-                    c = i * m + j
+        part = acc if self.mode == "float" else [None] * len(acc)
+        for i in range(self.n):
+            unpacked = [self._unpack(word, i) for word in words]
+            of_block = self.place(k, self.n * self.L, i * self.L)
+            for j, row in enumerate(rows):
+                xs = self.load(x, self.place(row, self.inputs, of_block))
+                for c, q in zip(range(j, len(acc), m), unpacked):
                     part[c] = self.fma(q, xs, part[c]) if part[c] else self.b.fmul(q, xs)
         if self.mode == "float":
-            return part
+            return
         for i, o in enumerate(outs):
             scale = self._scale(s, o, k)
             bias = self._of_group(t, o, k) if self.mode == "affine" else None
-            for j in range(m):
-                c = i * m + j
+            for c, row in enumerate(rows, i * m):
                 acc[c] = self.fma(part[c], scale, acc[c])
                 if bias is not None:
-                    at = self.add(self.mul(rows[j], self.inputs // self.n), self.mul(k, self.L))
-                    acc[c] = self.fma(self.load(sums, at, self.floats), bias, acc[c])
-        return acc
+                    at = self.place(row, self.inputs // self.n, self.mul(k, self.L))
+                    acc[c] = self.fma(self.load(sums, at), bias, acc[c])
 
-    def _unpack(self, word, place):
+    def _unpack(self, word, i):
+        """Weight i of each of L words."""
         if self.mode == "float":
             return self.b.bitcast(word, self.floats)
-        shifted = self.b.lshr(word, self._all(self.bits * place))
+        shifted = self.b.lshr(word, self.all_ints(self.bits * i))
         if self.bits == 4 and self.L == 16:
             values = [*E2M1, *(-v for v in E2M1)] if self.mode == "mxfp4" else map(float, range(16))
             table = ir.Constant(self.floats, list(values))
             return self.b.call(self._look_up, [table, shifted])  # uses only the low four bits
         if self.mode == "mxfp4":
             return self._e2m1(shifted)
-        return self.b.uitofp(self.b.and_(shifted, self._all(2**self.bits - 1)), self.floats)
+        return self.b.uitofp(self.b.and_(shifted, self.all_ints(2**self.bits - 1)), self.floats)
 
     def _e2m1(self, q):
         """The mxfp4 values that the low four bits encode."""
-        b = self.b
+        b, ints = self.b, self.all_ints
         twice = sum(int(2 * v) << 4 * i for i, v in enumerate(E2M1))
-        found = b.lshr(self._all(twice), b.and_(b.shl(q, self._all(2)), self._all(28)))
-        found = b.uitofp(b.and_(found, self._all(15)), self.floats)
-        found = b.fmul(found, ir.Constant(self.floats, [0.5] * self.L))
-        sign = b.and_(b.shl(q, self._all(28)), self._all(1 << 31))
+        found = b.lshr(ints(twice), b.and_(b.shl(q, ints(2)), ints(28)))
+        found = b.fmul(b.uitofp(b.and_(found, ints(15)), self.floats), self.all(0.5))
+        sign = b.and_(b.shl(q, ints(28)), ints(1 << 31))
         return b.bitcast(b.or_(b.bitcast(found, self.ints), sign), self.floats)
 
     def _scale(self, pointer, row, k):
         if self.mode == "affine":
             return self._of_group(pointer, row, k)
         exponent = self.b.zext(self._of_group(pointer, row, k), self.ints)
-        bits = self.b.shl(exponent, self._all(23))
-        least = self._all(1 << 22)  # exponent 0 is 2^-127, below the normal numbers
+        bits = self.b.shl(exponent, self.all_ints(23))
+        least = self.all_ints(1 << 22)  # exponent 0 is 2^-127, below the normal numbers
         above = self.b.icmp_unsigned(">", bits, least)
         return self.b.bitcast(self.b.select(above, bits, least), self.floats)
 
     def _of_group(self, pointer, row, k):
         """Return the scale (or bias) of the group of each of L words."""
         each, first = self.L * self.n, self.mul(row, self.groups)
-        if self.group >= each:
-            groups, at = 1, self.add(first, self.b.udiv(k, I64(self.group // each)))
-        else:
-            groups = each // self.group
-            at = self.add(first, self.mul(k, groups))
+        groups = max(1, each // self.group)
+        of_block = self.mul(k, groups)
+        if self.group > each:
+            of_block = self.b.udiv(k, I64(self.group // each))
         found = ir.VectorType(self.kind, groups)
-        values = self.load(pointer, at, found, align=1)
+        values = self.load(pointer, self.add(first, of_block), found, align=1)
         if self.kind is I16:  # the bits of a bfloat16 are the upper half of a float32's
             bits = ir.VectorType(I32, groups)
             found = ir.VectorType(F32, groups)
@@ -395,6 +348,3 @@ class _Product(Code):
             values = self.b.bitcast(values, found)
         mask = ir.Constant(self.ints, [i * groups // self.L for i in range(self.L)])
         return self.b.shuffle_vector(values, ir.Constant(found, ir.Undefined), mask)
-
-    def _all(self, v):
-        return ir.Constant(self.ints, [v] * self.L)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -42,8 +42,12 @@ def pieces(work: int, most: int) -> int:
     return 1 if n == 1 else max(1, min(n * PIECES, most, MOST_PIECES))
 
 
-def run(kernel: Kernel, *numbers: int, pieces: int) -> None:
-    """Compute a kernel's work in pieces, on all cores. A Ctrl-C is raised after the work."""
+def run(kernel: Kernel, *given: int | np.ndarray | None, pieces: int) -> None:
+    """Compute a kernel's work in pieces, on all cores. A Ctrl-C is raised after the work.
+
+    A kernel is given numbers, and arrays by their address (None by 0).
+    """
+    numbers = [n if isinstance(n, int) else code.address(n) for n in given]
     if (program := code.recorded()) is not None:
         return program.add(kernel, numbers, pieces)
     if pieces == 1 or (team := _team()) is None:
@@ -169,9 +173,9 @@ os.register_at_fork(after_in_child=_team.cache_clear)  # a fork has none of the 
 class _Shared(Code):
     """Code that ``_Lead`` and ``_Serve`` share."""
 
-    def set_up(self):
+    def set_up(self, team):
         b = self.b
-        self.team, self.spins = self.pointer(self.arguments[0], I64), b.alloca(I64)
+        self.team, self.spins = self.pointer(team, I64), b.alloca(I64)
         b.store(I64(0), self.spins)
         # The processor's instruction for a waiting thread; None if the processor has none.
         name, *hint = PAUSE.get(self._module.triple.split("-")[0], [None])
@@ -194,9 +198,8 @@ class _Shared(Code):
 
     def swap(self, i, old, new):
         """Set a field to ``new`` if it is ``old``; return whether it was."""
-        return self.b.extract_value(
-            self.b.cmpxchg(self.field(i), old, new, "acq_rel", "acquire"), 1
-        )
+        swapped = self.b.cmpxchg(self.field(i), old, new, "acq_rel", "acquire")
+        return self.b.extract_value(swapped, 1)
 
     def compute(self, kernel, arguments, piece, pieces):
         self.b.call(self.pointer(kernel, self._run), [arguments, piece, pieces])
@@ -217,7 +220,7 @@ class _Shared(Code):
         there = b.icmp_unsigned("<", piece, pieces)
         with b.if_then(there), b.if_then(self.swap(JOB, job, self.add(job, 1))):
             # The job's fields stay as they are until this piece is done.
-            kernel, arguments = (self.load(self.team, I64(i), I64, 8) for i in (KERNEL, ARGUMENTS))
+            kernel, arguments = (self.load(self.team, i, I64, 8) for i in (KERNEL, ARGUMENTS))
             self.compute(kernel, arguments, piece, pieces)
             self.count(DONE, 1)
         return there
@@ -237,12 +240,9 @@ class _Shared(Code):
 class _Lead(_Shared):
     """Posts a kernel's job, takes part, and waits for the end."""
 
-    signature = "team kernel arguments pieces"
-
-    def write(self):
-        self.set_up()
+    def write(self, team, kernel, arguments, pieces):
+        self.set_up(team)
         b = self.b
-        _, kernel, arguments, pieces = self.arguments
 
         def waiting():
             self.rest()
@@ -250,8 +250,8 @@ class _Lead(_Shared):
 
         with b.if_else(self.swap(BUSY, I64(0), I64(1))) as (lead, alone):
             with lead:
-                self.store(kernel, self.team, I64(KERNEL))
-                self.store(arguments, self.team, I64(ARGUMENTS))
+                self.store(kernel, self.team, KERNEL)
+                self.store(arguments, self.team, ARGUMENTS)
                 self.write_to(DONE, I64(0))
                 number = b.lshr(self.read(JOB), I64(NEXT_BITS + PIECES_BITS))
                 number = b.shl(self.add(number, 1), I64(PIECES_BITS))
@@ -259,19 +259,16 @@ class _Lead(_Shared):
                 self.repeat(self.take)
                 self.repeat(waiting)
                 self.write_to(BUSY, I64(0))
-            with alone:
-                one = partial(self.compute, kernel, arguments, pieces=pieces)
-                self.loop(I64(0), pieces, 1, lambda i, _: one(i))
+            with alone, self.loop(0, pieces) as piece:
+                self.compute(kernel, arguments, piece, pieces)
 
 
 class _Serve(_Shared):
     """Takes pieces until it has found none in ``spins`` looks in a row."""
 
-    signature = "team spins"
-
-    def write(self):
-        self.set_up()
-        b, most = self.b, self.arguments[1]
+    def write(self, team, spins):
+        self.set_up(team)
+        b = self.b
 
         def look():
             with b.if_else(self.take()) as (there, none):
@@ -279,7 +276,7 @@ class _Serve(_Shared):
                     b.store(I64(0), self.spins)
                 with none:
                     self.rest()
-            return b.icmp_signed("<", b.load(self.spins), most)
+            return b.icmp_signed("<", b.load(self.spins), spins)
 
         self.count(AWAKE, 1)
         self.repeat(look)
@@ -289,15 +286,9 @@ class _Serve(_Shared):
 class _Sequence(Code):
     """Calls n functions. A table has the address of each function and of its arguments."""
 
-    signature = "table n"
-
-    def write(self):
-        table, n = self.arguments
+    def write(self, table, n):
         table, kind = self.pointer(table, I64), ir.FunctionType(ir.VoidType(), [I64] * 3)
-
-        def call(i, _):
+        with self.loop(0, n) as i:
             at = self.mul(i, 2)
             function, arguments = (self.load(table, self.add(at, k), I64) for k in (0, 1))
             self.b.call(self.pointer(function, kind), [arguments, I64(0), I64(1)])
-
-        self.loop(I64(0), n, 1, call)

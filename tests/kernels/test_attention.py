@@ -1,15 +1,12 @@
 """Attention and recurrence are near MLX's, and have the same bits in passes of any length."""
 
-import weakref
-
 import mlx.core as mx
-import numpy as np
 import pytest
 from common import near, needs_kernels
 from mlx_lm.models import base
 from mlx_lm.models import gated_delta as of_mlx_lm
 
-from moelab.kernels import attention, code, gated_delta, quantized, team
+from moelab.kernels import attention, code, gated_delta, team
 from moelab.kernels.attention import eager_attention
 
 pytestmark = needs_kernels
@@ -80,27 +77,6 @@ def test_passes_of_any_length_and_threads_give_the_same_bits(D, threads, monkeyp
                 y = attend(q[:, :, at:end], k[:, :, :end], v[:, :, :end], 0.3, mask)
                 assert mx.array_equal(y, want[:, :, at:end])
             at = end
-
-
-def test_the_numbers_of_rows_live_as_long_as_their_addresses_are_used(monkeypatch):
-    """The cache keeps only one thread's array if two threads ask ``in_order`` at once."""
-    made, kernel = [], quantized.kernel
-
-    def uncached(n):
-        numbers = np.arange(n)
-        made.append(weakref.ref(numbers))
-        return numbers, numbers.ctypes.data
-
-    def checked(*form):
-        run = kernel(*form)
-        return lambda *args: run(*args) if made[-1]() is not None else pytest.fail("freed")
-
-    monkeypatch.setattr(quantized, "in_order", uncached)
-    monkeypatch.setattr(quantized, "kernel", checked)
-    q, k, v = (mx.random.normal((1, 2, 9, 32), key=mx.random.key(i)) for i in range(3))
-    y = attend(q, k, v, 0.2)
-    want = mx.fast.scaled_dot_product_attention(q, k, v, scale=0.2)
-    assert made and mx.allclose(y, want, atol=1e-5)
 
 
 def test_what_does_not_fit_is_mlxs():

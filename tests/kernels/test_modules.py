@@ -114,32 +114,29 @@ def test_a_family_that_is_trained_gets_the_gradients_of_mlx(name, variant, store
 
 
 def test_what_does_not_fit_goes_the_way_of_mlx(monkeypatch):
-    fp4 = quantize(nn.Sequential(nn.Linear(64, 64)), mode="nvfp4")
-    assert kernels.use(fp4) == {"fast": 0, "mlx": 1}
+    plain, affine = nn.Linear(64, 64), dict(group_size=32, bits=4)
+    fp4, half, fast = (
+        plain.to_quantized(**form).eval() for form in (dict(mode="nvfp4"), affine, affine)
+    )
+    plain.set_dtype(mx.bfloat16), half.set_dtype(mx.bfloat16)
+    forms = dict(groups=1), dict(groups=24, padding=1), dict(groups=24, stride=2)
+    convolutions = (nn.Conv1d(24, 24, 4, **form) for form in forms)
+    for layer in (plain, half, fp4, nn.Linear(38, 64), *convolutions):
+        assert kernels.use(layer) == {"fast": 0, "mlx": 1}
     # An mlx-lm module that is quantized by a mode alone does not say how many bits that means.
     by_mode = quantize(SwitchGLU(64, 64, 8), mode="mxfp4")
     want = use(by_mode, normal(1, 2, 64), chosen(2))
     assert mx.array_equal(by_mode(normal(1, 2, 64), chosen(2)), want)
-    for conv in (dict(groups=1), dict(groups=24, padding=1), dict(groups=24, stride=2)):
-        assert kernels.use(nn.Sequential(nn.Conv1d(24, 24, 4, **conv))) == {"fast": 0, "mlx": 1}
-    for plain_ in (nn.Linear(38, 64), nn.Linear(64, 64)):
-        if plain_.weight.size == 64**2:
-            plain_.set_dtype(mx.bfloat16)
-        assert kernels.use(nn.Sequential(plain_)) == {"fast": 0, "mlx": 1}
-    half = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4)
-    half.set_dtype(mx.bfloat16)
-    assert kernels.use(half) == {"fast": 0, "mlx": 1}
-    fast = quantize(nn.Sequential(nn.Linear(64, 64)), group_size=32, bits=4)
     kernels.use(fast)
     x = normal(3, 64).astype(mx.bfloat16)
-    want = nn.QuantizedLinear.__call__(fast.layers[0], x)
+    want = nn.QuantizedLinear.__call__(fast, x)
     assert mx.array_equal(fast(x), want)  # half precision
     assert fast(mx.zeros((0, 64))).shape == (0, 64)
     monkeypatch.undo()  # from here on MLX computes small matrices (on macOS all matrices)
     layers = [nn.Linear(256, 64), nn.Linear(256, 63)]
     assert kernels.use(nn.Sequential(*layers))["fast"] == (not isinstance(HERE, Mac))
     monkeypatch.setattr(modules, "HERE", Mac())
-    assert kernels.use(nn.Sequential(nn.Linear(256, 64))) == {"fast": 0, "mlx": 1}
+    assert kernels.use(nn.Linear(256, 64)) == {"fast": 0, "mlx": 1}
 
 
 # Every family in one form, chosen by its name, and gpt_oss in its authors' form, too.

@@ -21,13 +21,13 @@ pytestmark = needs_kernels
 class Count(Code):
     """Adds one to the count of each piece, after some work."""
 
-    signature = "counts"
-
-    def write(self):
-        counts = self.pointer(self.arguments[0], I64)
-        end = self.loop(I64(0), I64(20_000), 1, lambda i, v: [self.add(v[0], i)], [I64(0)])[1][0]
-        more = self.b.add(I64(1), self.b.and_(end, I64(0)))
-        self.b.atomic_rmw("add", self.b.gep(counts, [self.piece]), more, "monotonic")
+    def write(self, counts):
+        end = [I64(0)]
+        with self.loop(0, 20_000, values=end) as i:
+            end[0] = self.add(end[0], i)
+        more = self.b.add(I64(1), self.b.and_(end[0], I64(0)))
+        count = self.b.gep(self.pointer(counts, I64), [self.piece])
+        self.b.atomic_rmw("add", count, more, "monotonic")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def count():
 def test_each_piece_is_computed_once(count, pieces):
     counts = np.zeros(pieces, np.int64)
     for n in range(1, 50):
-        team.run(count, counts.ctypes.data, pieces=pieces)
+        team.run(count, counts, pieces=pieces)
         assert (counts == n).all()
 
 
@@ -48,7 +48,7 @@ def test_callers_in_many_threads_and_threads_that_sleep(count):
     def many(_):
         counts = np.zeros(7, np.int64)
         for _ in range(200):
-            team.run(count, counts.ctypes.data, pieces=7)
+            team.run(count, counts, pieces=7)
         return counts
 
     with ThreadPoolExecutor(6) as pool:
@@ -56,7 +56,7 @@ def test_callers_in_many_threads_and_threads_that_sleep(count):
     counts = np.zeros(2, np.int64)
     for _ in range(5):
         time.sleep(20 * team.SPIN_S)
-        team.run(count, counts.ctypes.data, pieces=2)
+        team.run(count, counts, pieces=2)
     assert (counts == 5).all()
     names = [thread.name for thread in threading.enumerate()]
     made = team._team()  # one team, with the threads of its first use; None on one core
@@ -68,12 +68,12 @@ def test_callers_in_many_threads_and_threads_that_sleep(count):
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_fork_computes_too(count):
     counts = np.zeros(8, np.int64)
-    team.run(count, counts.ctypes.data, pieces=8)
+    team.run(count, counts, pieces=8)
     pid = os.fork()
     if pid == 0:
         signal.alarm(60)  # ends a child that waits for ever
         counts[:] = 0
-        team.run(count, counts.ctypes.data, pieces=8)
+        team.run(count, counts, pieces=8)
         os._exit(0 if (counts == 1).all() else 1)
     assert os.waitpid(pid, 0)[1] == 0
 

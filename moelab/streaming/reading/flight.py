@@ -156,33 +156,21 @@ class _Rows(TableCode):
 class _Send(_Rows):
     """Begins reads and marks them as pending: one call, so that no interrupt comes between."""
 
-    signature = "io_submit context n iocbs rows"
-
-    def write(self):
-        *arguments, rows = self.arguments
-        begun = self.b.call(self.libc("syscall", *[I64] * 4), arguments)
+    def write(self, io_submit, context, n, iocbs, rows):
+        begun = self.b.call(self.libc("syscall", *[I64] * 4), [io_submit, context, n, iocbs])
         rows = self.pointer(rows, I64)
-
-        def one(i, _):
+        with self.loop(0, begun) as i:
             self.store(I64(PENDING), self.row(rows, i)[0], I64(GOT))
-
-        self.loop(I64(0), begun, 1, one)
 
 
 class _Land(_Rows):
     """Takes the events of ended reads, and moves the bytes that were read: also one call."""
 
-    signature = "io_getevents context least memory most"
-
-    def write(self):
-        number, context, least, memory, most = self.arguments
+    def write(self, io_getevents, context, least, memory, most):
         events, syscall = self.pointer(memory, I64), self.libc("syscall", *[I64] * 6)
-        n = self.b.call(syscall, [number, context, least, most, memory, I64(0)])
-
-        def one(i, _):
+        n = self.b.call(syscall, [io_getevents, context, least, most, memory, I64(0)])
+        with self.loop(0, n) as i:
             data, got = self.fields(events, self.mul(i, 4), 0, 2)
             row, place, needed = self.row(self.pointer(data, I64), I64(0))
             # The read gives fewer bytes than whole blocks if the file ends in the last block.
             self.land(row, place, self.b.icmp_signed(">=", got, needed))
-
-        self.loop(I64(0), n, 1, one)

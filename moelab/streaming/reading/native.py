@@ -125,13 +125,12 @@ class TableCode(Code):
         iov, count, nbytes = self.fields(row, I64(0), IOV, COUNT, NBYTES)
         iovecs, memmove = self.pointer(iov, I64), self.libc("memmove", I64, I64, I64)
 
-        def part(j, places):
+        places = [place]
+        with self.loop(0, self.b.select(arrived, count, I64(0)), values=places) as j:
             to, length = self.fields(iovecs, self.mul(j, 2), 0, 1)
             is_there = self.b.icmp_signed("==", to, places[0])
             self.b.call(memmove, [to, places[0], self.b.select(is_there, I64(0), length)])
-            return [self.add(places[0], length)]
-
-        self.loop(I64(0), self.b.select(arrived, count, I64(0)), 1, part, [place])
+            places[0] = self.add(places[0], length)
         self.store(self.b.select(arrived, nbytes, I64(-1)), row, I64(GOT))
 
     def libc(self, name, *arguments):
@@ -140,36 +139,27 @@ class TableCode(Code):
 
 
 class _Loop(TableCode):
-    signature = "table n flags arrived"
-
-    def write(self):
-        table, n, flags, arrived = self.arguments
+    def write(self, table, n, flags, arrived):
         table, b = self.pointer(table, I64), self.b
         more = [b.trunc(flags, I32)] if NOWAIT else []
         preadv = self.libc(PREADV, I32, I64, I32, I64, *[I32 for _ in more])
-
-        def row(i, missing):
+        missing = [I64(0)]
+        with self.loop(*self.share(n), values=missing) as i:
             at = self.mul(i, len(COLUMNS))
             fd, iov, count, offset, nbytes = self.fields(table, at, FD, IOV, COUNT, OFFSET, NBYTES)
             got = b.call(preadv, [b.trunc(fd, I32), iov, b.trunc(count, I32), offset, *more])
             self.store(got, table, self.add(at, GOT))
-            return [b.or_(missing[0], b.xor(got, nbytes))]
-
-        missing = self.loop(*self.share(n), 1, row, [I64(0)])[1][0]
-        with b.if_then(b.icmp_signed("==", missing, I64(0))):
+            missing[0] = b.or_(missing[0], b.xor(got, nbytes))
+        with b.if_then(b.icmp_signed("==", missing[0], I64(0))):
             # After the bytes have arrived, also for a GPU that watches it.
             b.store_atomic(I32(1), self.pointer(arrived, I32), "release", 4)
 
 
 class _DirectLoop(TableCode):
-    signature = "table n buffer size"
-
-    def write(self):
-        table, n, buffer, size = self.arguments
+    def write(self, table, n, buffer, size):
         table, b = self.pointer(table, I64), self.b
         pread = self.libc("pread", I32, I64, I64, I64)
-
-        def row(i, _):
+        with self.loop(0, n) as i:
             row = b.gep(table, [self.mul(i, len(COLUMNS))])
             fd, offset, nbytes = self.fields(row, I64(0), FD, OFFSET, NBYTES)
             before = b.and_(offset, I64(ALIGNED - 1))
@@ -180,5 +170,3 @@ class _DirectLoop(TableCode):
             got = b.call(pread, [b.trunc(fd, I32), buffer, whole, b.sub(offset, before)])
             # The read gives fewer bytes than ``whole`` if the file ends in the last block.
             self.land(row, b.add(buffer, before), b.icmp_signed(">=", got, needed))
-
-        self.loop(I64(0), n, 1, row)
