@@ -40,10 +40,7 @@ def test_slot_table_never_lies(S, policy, calls):
     """Every held expert has its own bytes and no two experts share a slot, whatever fails."""
     table, content = SlotTable(S, policy), [None] * S  # content: whose bytes each slot holds
     for experts, fails, arrived in calls:
-        before, waves = dict(table.slot_of), table.waves(experts)
-        in_waves = [e for wave in waves for e in wave]
-        assert sorted(in_waves) == sorted(experts) and all(map(table.fits, waves))
-        assert in_waves == sorted(in_waves, key=lambda e: e not in before), "held ones come first"
+        before = dict(table.slot_of)
         if len(experts) > S:
             with pytest.raises(ValueError, match=f"at most {S} experts .*got {len(experts)}"):
                 table.choose(experts)
