@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 import moelab
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation import rollback
+from moelab.speculation.drafts import Draft
 from moelab.speculation.generate import speculative_generate_step
 
 MODELS = moelab.DATA / "models"
@@ -98,16 +99,11 @@ def difference(cache, other):
     return worst
 
 
-class Guess:
+class Guess(Draft):
     """A draft without a model: proposes ``guess(tokens so far, n, choose)``."""
 
-    layer_ids = ()
-
     def __init__(self, guess):
-        self.guess, self.cache = guess, []
-
-    def make_cache(self):
-        return []
+        self.guess = guess
 
     def bind(self, model, cache=None):
         self.tokens = []
