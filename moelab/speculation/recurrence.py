@@ -211,7 +211,10 @@ class Recorder:
         *inputs, state = did.inputs
 
         def earlier(n):
-            return kernels.to_mlx(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
+            first = [a[:, :n] for a in inputs]
+            if len(state) > 1:  # ``recur`` expects the next text where a text's tokens end
+                first = map(np.ascontiguousarray, first)
+            return kernels.to_mlx(kernels.gated_delta.recur(*first, state)[1])
 
         tape.steps.append(_Step(inputs[0].shape[1], cache[1], earlier, list(did.inputs)))
 
