@@ -6,7 +6,7 @@ from functools import cache as once
 import families
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
@@ -57,9 +57,9 @@ def build(name, **changes):
     return model
 
 
-def ids(seed, n, batch=1, vocab=V):
+def ids(seed, n, batch=1):
     """Random token ids [batch, n]."""
-    return mx.array(np.random.default_rng(seed).integers(0, vocab, (batch, n)), mx.uint32)
+    return mx.array(np.random.default_rng(seed).integers(0, V, (batch, n)), mx.uint32)
 
 
 def seen(c):
@@ -70,14 +70,9 @@ def seen(c):
         return []
     if isinstance(c, RotatingKVCache):
         n = min(c.offset, c.max_size - 1)
-        keys, values = (
-            c._temporal_order(x) if c.offset >= c.max_size else x[..., : c._idx, :]
-            for x in (c.keys, c.values)
-        )
-        return [x[..., x.shape[2] - n :, :] for x in (keys, values)]
+        return [c._temporal_order(x)[..., -n:, :] for x in (c.keys, c.values)]
     if hasattr(c, "keys_and_values"):
-        pair = c.keys_and_values()
-        return [a for x in pair for a in (x if isinstance(x, (tuple, list)) else [x])]
+        return [a for _, a in tree_flatten(c.keys_and_values())]
     return [c.keys[..., : c._idx, :], c.values[..., : c._idx, :]]
 
 
