@@ -232,12 +232,11 @@ HEAD, T = MODELS / "tiny-mtp", 9
 def random_weights(module):
     """Random weights for a module's parameters, by name; norms have values as in trained models."""
     mx.random.seed(1)
-    shapes = {k: p.shape for k, p in tree_flatten(module.parameters())}
-    near = {
-        k: ("norm" in k and len(s) == 1) * (1.75 if "k_norm" in k or "q_norm" in k else 1)
-        for k, s in shapes.items()
-    }
-    return {k: 0.1 * mx.random.normal(s) + near[k] for k, s in shapes.items()}
+    weights = {}
+    for k, p in tree_flatten(module.parameters()):
+        near = ("norm" in k and p.ndim == 1) * (1.75 if "k_norm" in k or "q_norm" in k else 1)
+        weights[k] = near + 0.1 * mx.random.normal(p.shape)
+    return weights
 
 
 def write(folder, weights, config):
