@@ -57,9 +57,9 @@ def build(name, **changes):
     return model
 
 
-def ids(seed, n, batch=1):
+def ids(seed, n, batch=1, vocab=V):
     """Random token ids [batch, n]."""
-    return mx.array(np.random.default_rng(seed).integers(0, V, (batch, n)), mx.uint32)
+    return mx.array(np.random.default_rng(seed).integers(0, vocab, (batch, n)), mx.uint32)
 
 
 def seen(c):
