@@ -28,12 +28,20 @@ if (
 ):
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
+import os
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from . import compiled, interrupts, open_files  # noqa: F401 (before mlx-lm is imported anywhere)
+from . import interrupts, open_files  # noqa: F401 (before mlx-lm is imported anywhere)
 
-compiled.keep_own()
+# On a CPU MLX compiles kernels in TMPDIR/mlx, which belongs to the first user who ran MLX. Another
+# user's MLX cannot write there, and would run the kernels that the first user left there.
+with suppress(OSError):
+    if Path(os.environ.get("TMPDIR") or "/tmp", "mlx").stat().st_uid != os.getuid():
+        _own = Path.home() / ".cache" / "moelab" / "tmp"
+        _own.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ["TMPDIR"] = str(_own)
 
 __version__ = "0.2.0"
 # Each record names the engine's version. Raise the version with each change of the engine that

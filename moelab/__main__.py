@@ -129,7 +129,6 @@ def main(argv: list[str] | None = None) -> int:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     flags = {}
     try:
-        _check_current_folder()
         args = parse(sys.argv[1:] if argv is None else argv)
         flags = args.flags
         if getattr(args, "json", None) is not None:
@@ -168,17 +167,6 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:  # drop the text: Python would report the error again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _check_current_folder():
-    """Raise if the current folder was removed; later errors would not name the folder."""
-    try:
-        os.getcwd()
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"the current folder {os.environ.get('PWD', '')} was removed: change to another "
-            "folder and run the command there"
-        ) from error
 
 
 def start() -> None:

@@ -15,6 +15,7 @@ head of olmoe-1b-7b are transformers' defaults. Kimi's lists number the layers f
 """
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -26,6 +27,10 @@ for _name, _config in CONFIGS.items():
     CONFIGS[_name] = _config if find_spec("mlx_vlm") else _stand_in
 
 
+class Unknown(ValueError, ArgumentTypeError):
+    """A name that is none of a list; a command line's parser shows the text of this error."""
+
+
 def one_of(names: Iterable[str], given: str, also: str = "") -> str:
     """Return the name that is ``given`` but for case and dashes; an error lists the names."""
     plain = {_plain(name): name for name in names}
@@ -33,7 +38,7 @@ def one_of(names: Iterable[str], given: str, also: str = "") -> str:
         return plain[_plain(given)]
     near = [plain[n] for n in get_close_matches(_plain(given), plain)]
     expected = " or ".join(near) or f"one of {', '.join(plain.values())}"
-    raise ValueError(f"expected {also}{expected}, got {given!r}")
+    raise Unknown(f"expected {also}{expected}, got {given!r}")
 
 
 def _plain(name):

@@ -108,10 +108,9 @@ def _follow_rows(checkpoint, sanitize, placeholders, changed, wanted):
     row = 1 << 40  # so large that a cast to a narrower type would change it
     for name in changed:
         t = checkpoint.tensors[name]
-        rows, width = (t.shape[:-1], t.shape[-1]) if len(t.shape) > 1 else (t.shape, 1)
-        ids = row + mx.arange(prod(rows)).astype(mx.int64)
-        ids = ids.reshape(t.shape if len(t.shape) < 2 else (*rows, 1))
-        numbered[name] = mx.broadcast_to(ids, t.shape if len(t.shape) < 2 else (*rows, 2))
+        *rows, width = t.shape if len(t.shape) > 1 else (*t.shape, 1)
+        ids = (row + mx.arange(prod(rows)).astype(mx.int64)).reshape(rows)
+        numbered[name] = mx.broadcast_to(ids[..., None], (*rows, 2)) if len(t.shape) > 1 else ids
         starts.append(row)
         sources.append((t, width * t.dtype.size))
         row += prod(rows) + 1  # a gap, so that two tensors are never taken for one

@@ -9,10 +9,6 @@ from typing import Any
 import mlx.nn as nn
 
 
-class _Hooked:
-    """Mixed into a module's class for as long as the module has hooks."""
-
-
 @dataclass(eq=False)
 class hooked:
     """Inside the block, a call of ``module`` is a call of ``hook(original, *args, **kwargs)``.
@@ -30,7 +26,7 @@ class hooked:
     def install(self) -> "hooked":
         """Begin to call the hook, as entering the block does."""
         module, method = self.module, self.method
-        if not isinstance(module, _Hooked):
+        if not hasattr(type(module), "_unhooked"):
             # A plain assignment would register the dictionary as the module's parameters.
             object.__setattr__(module, "_hooks", {})
             module.__class__ = _hooked_class(type(module))
@@ -44,7 +40,7 @@ class hooked:
     def remove(self, *_) -> None:
         """End the hook, as leaving the block does. Undoes an interrupted ``install``, too."""
         module = self.module
-        if not isinstance(module, _Hooked):
+        if not hasattr(type(module), "_unhooked"):
             return
         hooks = module._hooks
         if self.hook in (installed := hooks.get(self.method, ())):
@@ -69,9 +65,7 @@ def methods(cls: type) -> dict[str, Callable]:
 
 def with_globals(f: Callable, names: dict[str, Any]) -> Callable:
     """Copy a function; ``names`` replaces some globals of the copy."""
-    copy = FunctionType(
-        f.__code__, {**f.__globals__, **names}, f.__name__, f.__defaults__, f.__closure__
-    )
+    copy = FunctionType(f.__code__, f.__globals__ | names, None, f.__defaults__, f.__closure__)
     copy.__kwdefaults__ = f.__kwdefaults__
     return copy
 
@@ -130,13 +124,12 @@ def _unless_replaced(cls, key, own, name, instead):
 
 def unhooked(module: object) -> type:
     """The module's own class, whether it has hooks or not."""
-    cls = type(module)
-    return cls._unhooked if issubclass(cls, _Hooked) else cls
+    return getattr(type(module), "_unhooked", type(module))
 
 
 @cache
 def _hooked_class(cls):
-    return type(cls.__name__, (_Hooked, cls), {"__module__": cls.__module__, "_unhooked": cls})
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "_unhooked": cls})
 
 
 def _hooked_method(cls, name):

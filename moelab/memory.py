@@ -162,13 +162,11 @@ def memory_on_gpu() -> int | None:
 
 def return_free_memory() -> None:
     """Return to the system the memory that a prompt's arrays left free in glibc's heap."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
-    if trim is not None:
-        trim(0)
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_no_holes() -> None:
     """Have the C library give each large array of this process its own mapping from now on."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, MAPPED_NBYTES)
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_NBYTES)

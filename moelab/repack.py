@@ -3,130 +3,20 @@
 In mlx-lm's layout an expert is nine ranges of a file, gigabytes apart. In the packed layout each
 MoE layer has a safetensors file with one tensor of bytes, ``experts [E, stride]``: row e begins on
 a page and holds expert e's parameters in ``packing_order``. ``moelab.load`` reads both layouts.
-``measure_gain`` says how much faster this machine would read packed experts.
 """
 
 import errno
-import random
 import shutil
-import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
-from .checkpoint import Checkpoint, CheckpointError, ExpertTensor, mlx_lm_model, new_folder, try_out
+from .checkpoint import Checkpoint, CheckpointError, mlx_lm_model, new_folder, try_out
 from .checkpoint.headers import DTYPE_NAMES, PAGE_NBYTES, header_bytes, packed_header, packing_order
 from .experts import expert_modules, expert_parameters
-from .streaming.facts import ModelFacts
-from .streaming.reading.native import ROOM, address_of, huge_pages
-from .streaming.reading.ranges import Ranges
-from .streaming.reading.reader import Reader
-from .streaming.residency.bank import ranges
-
-# ``measure_gain`` takes ``PAIRS`` pairs of samples of about ``SAMPLE_NBYTES`` each. After
-# ``MEASURE_S`` seconds, ``FEWEST`` pairs are enough. The first pair (new memory) does not count.
-SAMPLE_NBYTES, PAIRS, FEWEST, MEASURE_S = 16_000_000, 7, 4, 0.3
-
-
-class Gain(NamedTuple):
-    """How fast this machine reads experts: in the pieces that lie on disk, and in one piece."""
-
-    reads: int  # pieces in which an expert lies on disk
-    bytes_per_s: np.ndarray  # ``[n, 2]``: in their pieces, in one piece; timed back to back
-
-    @property
-    def quartiles(self) -> np.ndarray:
-        """The speedup of reading an expert in one piece: lower quartile, median, upper quartile."""
-        return np.percentile(self.bytes_per_s[:, 1] / self.bytes_per_s[:, 0], (25, 50, 75))
-
-    def speedups(self, time_s: float, wait_s: float) -> np.ndarray:
-        """Return a repack's speedups for a run of ``time_s`` that waits ``wait_s`` for reads."""
-        return time_s / (time_s - wait_s * (1 - 1 / self.quartiles))
-
-    def __str__(self):
-        lies, packed = np.median(self.bytes_per_s, 0) / 1e9
-        low, ratio, high = self.quartiles
-        return (
-            f"an expert in one piece is read {ratio:.2f} [{low:.2f}, {high:.2f}] times as fast "
-            f"here ({packed:.2f} GB/s, in its {self.reads} pieces {lies:.2f}, "
-            f"n={len(self.bytes_per_s)})"
-        )
-
-
-def measure_gain(facts: ModelFacts, reader: Reader) -> Gain | None:
-    """Compare reads of random experts in their pieces with reads in one piece, for some 0.2 s.
-
-    Each read asks for as many experts as a token needs in a layer. Pages in the page cache are read
-    from there, unless the reader reads past it. Returns None if experts lie in one piece already.
-    """
-    layers = expert_ranges(facts.located)
-    reads = max(map(len, layers), default=1)
-    if reads == 1:
-        return None
-    one = max(sum(n for _, n in layer) for layer in layers)
-    asked = max(1, min(facts.top_k, SAMPLE_NBYTES // one))
-    memory, speeds, begin = memory_for(layers, asked), [], time.perf_counter()
-
-    def speed(packed):
-        nbytes = seconds = 0
-        for _ in range(max(1, SAMPLE_NBYTES // (asked * one))):
-            wanted, layer = [], random.choice(layers)
-            for e in random.choices(range(len(layer[0][0].offsets)), k=asked):
-                lies = [(t.files[e], t.offsets[e], n) for t, n in layer]
-                wanted += _in_one_piece(lies) if packed else lies
-            nbytes += sum(n for *_, n in wanted)
-            seconds += read_s(reader, wanted, memory)
-        return nbytes / seconds
-
-    while len(speeds) < (FEWEST if time.perf_counter() - begin > MEASURE_S else PAIRS):
-        first = len(speeds) % 2  # so that neither layout is always second
-        pair = speed(first), speed(1 - first)
-        speeds.append(pair[::-1] if first else pair)
-    return Gain(reads, np.array(speeds[1:]))
-
-
-def _in_one_piece(lies):
-    """Return one range of the first piece's file, with as many bytes as all pieces together."""
-    (file, first, _), size = lies[0], lies[0][0].stat().st_size
-    nbytes = min(size, sum(n for *_, n in lies))
-    return [(file, min(first, size - nbytes) // PAGE_NBYTES * PAGE_NBYTES, nbytes)]
-
-
-def expert_ranges(located: Mapping[str, ExpertTensor]) -> list[list[tuple[ExpertTensor, int]]]:
-    """List for each layer the ranges that hold an expert, each as (first parameter, bytes)."""
-    layers = {}
-    for name, t in located.items():
-        layers.setdefault(name.rsplit(".", 2)[0], {})[name] = t
-    return [
-        [(of[names[0]], sum(of[n].nbytes for n in names)) for names in ranges(of)]
-        for of in layers.values()
-    ]
-
-
-def memory_for(layers: list[list[tuple[ExpertTensor, int]]], experts: int) -> memoryview:
-    """Make memory into which ``read_s`` can read ``experts`` experts of any layer."""
-    return huge_pages(experts * max(sum(n + PAGE_NBYTES for _, n in layer) for layer in layers))
-
-
-def read_s(reader: Reader, wanted: Iterable[tuple[Path, int, int]], memory: memoryview) -> float:
-    """Return the seconds that one call takes to read all ``wanted``: (file, first byte, bytes)."""
-    reads, rooms, at = [], [], 0
-    for file, first, nbytes in wanted:
-        # A range begins at the same byte of a page in memory and in the file, as direct reads need.
-        at += (first - at) % PAGE_NBYTES
-        reads.append((reader.open(file), first, [memory[at : at + nbytes]]))
-        rooms.append(address_of(memory) + at - first % PAGE_NBYTES)
-        at += nbytes
-    made = Ranges.of(reads)
-    made.table[:, ROOM] = rooms
-    begin = time.perf_counter()
-    reader.read(made)
-    return time.perf_counter() - begin
 
 
 def repack(

@@ -120,11 +120,6 @@ def test_limits_of_open_files(soft, hard, said, good):
     assert re.search(said, done.stdout) and bool(done.stdout) == bool(said), done.stdout
 
 
-def no_weights(path):
-    for file in path.glob("model*"):
-        file.unlink()
-
-
 def twice(path):
     """Put a tensor into two files. The file system decides which of the two mlx-lm reads."""
     weights, other = mx.load(str(shard(path, 1))), mx.load(str(shard(path, 0)))
@@ -168,7 +163,10 @@ def of_another_library(said, path):
 FORMATS = ("fp8", "awq", "gptq", "modelopt", "compressed-tensors float-quantized")
 FIFOS = ("config.json", "vocab.txt", "model-00002-of-00003.safetensors")
 BAD_FOLDERS = {  # damage to a valid folder, and the words of the error
-    "no weights": (no_weights, r"expected model\*.safetensors, found none. Give"),
+    "no weights": (
+        lambda path: [file.unlink() for file in path.glob("model*")],
+        r"expected model\*.safetensors, found none. Give",
+    ),
     "a tensor twice": (twice, "each tensor once.*Remove"),
     "no family": (partial(set_config, model_type="no_such_model"), "no_such_model"),
     "no dimension of MLX's": (lambda path: edit_header(shard(path), wide), "tensor empty has the"),

@@ -31,7 +31,7 @@ from moelab import kernels
 from moelab import synthesize as synthesize_
 from moelab.__main__ import COMMANDS, main, start
 from moelab.commands import cache_prompt, chat, generate, serve, synthesize
-from moelab.commands.stream_options import STREAM_OPTIONS
+from moelab.commands.arguments import STREAM_OPTIONS
 from moelab.lab import limit, variants
 from moelab.lab.experiments import bench, plan
 from moelab.prompt import encode
@@ -81,12 +81,8 @@ GOOD = {
 MODELS = {
     "''": "expected a name, got nothing",
     "no/no/m": "no such folder, seen from .*: check the path|a model folder, .* got 'm'",
-    "./no": "no such folder, seen from .*: check the path|a model folder, .* got 'no'",
     "no": "no such folder.* none downloaded.*: check the name|a model folder, .* got 'no'",
-    "no/no": "no such folder.* none downloaded.*: check the name|a model folder, .* got 'no'",
-    "https://huggingface.co/no/no": "folder or a Hub repository, OWNER/NAME|a model folder, .* got",
     "text.txt": "got a file. Give the folder",
-    "m/config.json": "got a file. Give the folder",
     "dangling": "got a link that leads nowhere",
     "empty": "expected a model folder with a config.json, found none. Give",
     "broken": "broken/config.json: not JSON.*Download it again",
@@ -113,18 +109,13 @@ generate m --prompt x --max-token 3 | did you mean --max-tokens
 generate m --prompt x --slots 1.5 | --slots: expected a whole number .* got '1.5', or auto
 generate m --prompt x --mode serial --slots 9 | --slots has no effect in mode serial
 generate m --prompt x --policy lfu | --policy
-generate m --prompt x --mode buffers --reads direct | --reads has no effect in mode buffers
-generate m --prompt x --mode resident --readers 7 | --readers has no effect in mode resident
 generate m --prompt x --slots 9 --memory-nbytes 1GB | --memory-nbytes .* without --slots auto
-generate m --prompt x --slots 9 --context 512 | --context .* without --slots auto
 generate m --prompt x --slots 3 | --slots: expected at least 8 .* lower --experts-top-k
 generate m --prompt x --memory-nbytes 9PB | as in 500MB or 2GB
 generate m --prompt x --memory-nbytes 1MB | expected at least .* of memory .* got 1 MB
 generate m --prompt x --temperature 1 | did you mean --temp
 generate m --prompt x --top-k 3 | two meanings .* --sampling-top-k .* --experts-top-k
 generate m --prompt x --experts-top-k 99 | --experts-top-k: expected 1 to 64
-generate m --prompt x --experts-top-k 65 --mode resident | --experts-top-k: expected 1 to
-generate m --prompt x --experts-top-k 65 --mode serial | --experts-top-k: expected 1 to
 generate m --prompt x --mode warp | --mode: .* 'warp' .choose from .?resident
 generate m --prompt x --mode serial --prefetch lookahead | --prefetch: 'lookahead' needs slots
 generate m --prompt x --draft no | draft 'no': expected lookup, mtp
@@ -151,12 +142,9 @@ cache-prompt m --prompt x --prompt-cache-file /proc/c.safetensors | /proc/c.safe
 cache-prompt m --prompt x --prompt-cache-file m/model.safetensors | Name another file
 cache-prompt m --prompt x --prompt-cache-file c.safetensors --max-kv-size 64 | makes its own
 cache-prompt m --prompt x --prompt-cache-file c.safetensors --eos-token nonsuch | --eos-token: exp
-chat m --pipeline | --pipeline: several machines divide
 serve m --pipeline | --pipeline: several machines divide the experts
 serve m --port 99999 | --port: expected a whole number from 0 to 65535
 serve m --port 0 --prompt-cache-dir text.txt | --prompt-cache-dir text.txt: cannot be written
-serve m --port 0 --prompt-cache-dir text.txt/c | --prompt-cache-dir text.txt/c: .* Name another
-serve m --port 0 --prompt-cache-dir /proc/c | --prompt-cache-dir /proc/c: .* Name another
 serve m --port 0 --memory-nbytes 170MB --decode-concurrency 20 | expected at least .* reserved
 serve m --port 0 --host no.such.host.invalid | --host no.such.host.invalid
 serve m --prompt-cache-bytes much | --prompt-cache-bytes: expected bytes
@@ -167,7 +155,6 @@ bench m --modes buffers/policy=lfu | modes: policy in 'buffers/policy=lfu' has n
 bench m --modes fused/policy=mru | policy: expected one of lru, lfu, lrfu, got 'mru'
 bench m --modes fused/memory_nbytes=x | modes: 'memory_nbytes=x' in .* 500MB or 2GB
 bench m --modes fused/slots=8/slots=9 | slots is there twice
-bench m --modes resident/slots=8 | slots in 'resident/slots=8' has no effect
 bench m --modes fused/slots=20,stacked/slots=30 --slots 9 | --slots.*fused/slots=20
 bench m --slots 2 | --slots: expected at least 8
 bench m --tokens 3 --tokens 4 | --tokens is given twice
@@ -178,7 +165,6 @@ bench m --feed text.txt | expected a trace
 bench m --draft nonsense | nonsense.*lookup, mtp, self, oracle
 bench m --draft oracle:1.5 | expected a share from 0 to 1
 bench m --draft broken --limits 900 | not JSON
-bench m --json text.txt/r.json | --json 'text.txt/r.json': cannot be written: Not a directory
 bench m --json /dev/null | no plain file
 plan | required: MODEL
 plan Qwen3.5-35b | expected a model folder, .* or qwen3.5-35b-a3b or
@@ -187,7 +173,6 @@ plan m --ssd 16 | --ssd: expected a model by name
 plan gpt-oss-20b --ram 16 --chip M4 | give its --ram and --ssd
 plan gpt-oss-20b --ram 16 --ssd 3 --chip M4 --cores 4 | expected --chip or --cores
 plan gpt-oss-20b --chip M9 --ram 1 --ssd 1 | the GB/s of its memory, or one of A18 Pro
-plan gpt-oss-20b --chip m2po --ram 1 --ssd 1 | or M2 Pro or
 plan gpt-oss-20b --ram 1TB | --ram: expected a number of GB from 1 .* got '1TB'
 plan gpt-oss-20b --prompt 1000000000000 | --prompt: expected a whole number from 1 to 1000000
 plan kimi-k3 --ram 8 --ssd 1 --cores 4 | kimi-k3 does not fit: even
@@ -196,9 +181,7 @@ synthesize | required: OUT
 synthesize '' | expected a name, got nothing
 synthesize empty | empty exists already: remove it or name another
 synthesize text.txt/new | text.txt/new: no folder can be made
-synthesize new --out new | OUT, without a flag
 synthesize new --like qwen9 | --like: expected one of qwen3.5-35b-a3b,.* got 'qwen9'
-synthesize new --like qwen3.5-35b | expected qwen3.5-35b-a3b or
 synthesize new --layers 0 | --layers: expected a whole number from 1
 synthesize new --layers 41 | --layers=41: expected 4 to 40
 synthesize new --vocab 10 | --vocab=10: expected at least
@@ -407,16 +390,10 @@ def test_a_prompt_without_a_token():
         encode(SimpleNamespace(encode=lambda text: []), "   ")
 
 
-def test_check_measures_a_file_that_is_there_in_a_folder_that_is(tmp_path, run, monkeypatch):
+def test_check_measures_a_file_that_is_there(tmp_path, run):
     model = shutil.copytree(moelab.DATA / "models" / "tiny-moe", tmp_path / "m")
     (model / "a.safetensors").symlink_to("nowhere")
     assert re.search(r"\[ok\] SSD: .* of model.s", run("check", model).out)
-    (gone := tmp_path / "gone").mkdir()
-    monkeypatch.chdir(gone)
-    monkeypatch.setenv("PWD", str(gone))
-    gone.rmdir()
-    got = run("check")
-    assert got.code == 1 and f"current folder {gone} was removed: change to another" in got.err
 
 
 # Signals and pipes

@@ -98,7 +98,10 @@ def test_a_notebook_shows_pictures_and_nothing_of_this_machine(path):
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 @pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
 def test_commands_of_the_set_up(path):
-    """Both documents name the systems that pip and MLX need. Each target that they name exists."""
+    """Both documents name the systems that pip and MLX need. Each target that they name exists.
+
+    No command has a comment: zsh, a Mac's shell, gives a comment's words to the command.
+    """
     text = path.read_text()
     for asked in ("Python 3.11 or newer", "glibc 2.35", "macOS 14 or newer on Apple silicon"):
         assert asked in text
@@ -106,13 +109,8 @@ def test_commands_of_the_set_up(path):
     assert "test" in named
     done = subprocess.run(["make", "-n", *named], cwd=ROOT, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-
-
-@pytest.mark.parametrize("path", [README, GUIDE], ids=lambda path: path.stem)
-def test_a_command_has_no_comment(path):
-    """zsh, a Mac's shell, gives the words of a pasted comment to the command."""
     begins = r"(?:\w+=\S* )*(?:python3?|pip|make|curl|echo|mlx\.launch|codex|claude) "
-    assert not re.findall(rf"^ {{4}}{begins}.* # .*", path.read_text(), re.M)
+    assert not re.findall(rf"^ {{4}}{begins}.* # .*", text, re.M)
 
 
 def test_public_names_are_found_and_the_guides_code_runs(monkeypatch, tmp_path, capsys):

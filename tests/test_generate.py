@@ -6,12 +6,9 @@ import json
 import re
 import shutil
 import sys
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
 from common import small
 from mlx_lm import cache_prompt
@@ -19,8 +16,6 @@ from mlx_lm import cache_prompt
 import moelab
 from moelab import DATA, synthesize
 from moelab.__main__ import main
-from moelab.commands import generate
-from moelab.repack import Gain
 from moelab.streaming.model import tokenizer_of
 
 MODEL = DATA / "models/tiny-moe"
@@ -131,42 +126,14 @@ def test_what_ends_a_text(command, capsys, monkeypatch):
     assert said.startswith("a\\nb")  # standard input is read as it is
 
 
-def test_the_plan_is_told_on_stderr(capsys, monkeypatch):
-    """stdout has the answer and the figures; stderr has the plan and what repack gains."""
+def test_the_plan_is_told_on_stderr(capsys):
+    """stdout has the answer and the figures; stderr has the plan."""
     argv = ["generate", "--model", str(MODEL), "-p", PROMPT, "-m", "32"]
     argv += ["--memory-nbytes", "200MB"]
-    monkeypatch.setattr(generate, "WORTH", 0)  # less than any gain
     assert main(argv) == main([*argv, "--verbose", "f"]) == 0
     out, err = capsys.readouterr()
     assert re.search(r"\[.* tok/s, 32 tokens; prompt .*; arrays took at most \d+ MB\]", out)
     assert "slots=" not in out and err.count("slots=") == 1 == err.count("slots=64")
-    assert "repack" not in out and err.count(f"(python -m moelab repack {MODEL} OUT)\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("said", "measured", "tokens", "wait_s", "gain", "mode", "ranks"),
-    (
-        ("1.8 [1.8, 1.8] times", 1, 64, 0.9, Gain(9, np.array([[1e9, 2e9]])), "fused", None),
-        ("", 1, 64, 0.9, Gain(9, np.array([[1e9, 1.2e9]])), "fused", None),  # 1.18 times
-        ("", 1, 64, 0.9, None, "fused", None),  # repacked already
-        ("", 0, 64, 0.16, None, "fused", None),  # 1.19 times as fast without waits
-        ("", 0, 31, 0.9, None, "fused", None),
-        ("", 0, 64, 0.9, None, "serial", None),
-        ("", 0, 64, 0.9, None, "fused", "ranks"),
-    ),
-)
-def test_repack_is_named_where_it_gains(
-    said, measured, tokens, wait_s, gain, mode, ranks, monkeypatch, capsys
-):
-    """The text took one second, of which ``wait_s`` were spent waiting for reads."""
-    monkeypatch.setattr(generate, "measure_gain", measure := Mock(return_value=gain))
-    config = SimpleNamespace(mode=mode)
-    session = SimpleNamespace(config=config, ranks=ranks, facts=None, reader=None)
-    r = SimpleNamespace(generation_tokens=tokens, generation_tps=tokens)
-    generate._say_gain(session, r, wait_s, "a model")
-    err = capsys.readouterr().err
-    assert measure.call_count == measured and said in err
-    assert bool(err) == bool(said) == ("moelab repack 'a model' OUT" in err)
 
 
 @pytest.mark.parametrize(

@@ -19,25 +19,20 @@ from moelab.streaming.room import RESERVE_NBYTES
 MB = 1 << 20
 
 
-@pytest.fixture
-def cgroups(tmp_path, monkeypatch):
-    """A function that writes ``/proc/self/cgroup`` and files of groups as the kernel has them."""
+def test_the_tightest_group_above_decides_else_the_system(tmp_path, monkeypatch):
     own = tmp_path / "own"
     monkeypatch.setattr(memory, "OWN_CGROUPS", own)
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
 
-    def write(line, groups):
+    def cgroups(line, groups):
+        """Write ``/proc/self/cgroup`` and files of groups as the kernel has them."""
         own.write_text("1:name=systemd:/\n" + line + "\n")
         for folder, files in groups.items():
             (tmp_path / folder).mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (tmp_path / folder / name).write_text(f"{text}\n")
 
-    return write
-
-
-def test_the_tightest_group_above_decides_else_the_system(cgroups):
-    cgroups("0::/", {"": {}})
+    cgroups("0::/", {})
     assert memory.memory_limit() is None and memory.memory_in_cgroups() is None
     stat = f"anon {60 * MB}\ninactive_file {20 * MB}\nactive_file {10 * MB}\nslab_reclaimable {MB}"
     job = {"memory.max": 500 * MB, "memory.current": 100 * MB, "memory.stat": stat}

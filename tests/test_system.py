@@ -17,7 +17,7 @@ import pytest
 import moelab
 from moelab import DATA, LookupDraft, StreamConfig, load, memory, system
 from moelab.checkpoint import checkpoint
-from moelab.lab import check, machine, oscache
+from moelab.lab import check, machine
 from moelab.lab.decode import decode, decode_drafted
 from moelab.streaming import plan as plans
 from moelab.streaming.reading import flight
@@ -51,7 +51,7 @@ def mac(library, tmp_path, monkeypatch):
     mac = system.Mac()
     mac.libc = ctypes.CDLL(str(library), use_errno=True)
     mac.set = lambda name, n: setattr(ctypes.c_int.in_dll(mac.libc, name), "value", n)
-    for module in (memory, oscache, machine, check, plans):
+    for module in (memory, machine, check, plans):
         monkeypatch.setattr(module, "HERE", mac)
     yield mac
     mac.set("level", 1), mac.set("fails", 0), mac.set("newer", 0), mac.set("free_pages", 2000000)
@@ -60,11 +60,11 @@ def mac(library, tmp_path, monkeypatch):
 def test_a_macs_pages_are_dropped(mac, tmp_path):
     (tmp_path / "empty.safetensors").touch()
     (tmp_path / "a.safetensors").write_bytes(bytes(70_001))
-    assert oscache.drop_pages(tmp_path) == "msync(MS_INVALIDATE)"
+    assert machine.drop_pages(tmp_path) == "msync(MS_INVALIDATE)"
     assert (tmp_path / "log").read_text() == "msync MS_INVALIDATE 70001 a.safetensors\n"
     mac.set("fails", 1)
     with pytest.raises(OSError, match="MS_INVALIDATE"):
-        oscache.drop_pages(tmp_path)
+        machine.drop_pages(tmp_path)
 
 
 def test_a_mac_swaps_if_its_memory_is_short_and_pages_come_back(mac, monkeypatch):
@@ -220,8 +220,8 @@ for module, *names in ((os, "posix_fadvise", "O_DIRECT", "RWF_NOWAIT", "sched_ge
 sys.platform = "darwin"
 from in_process import started
 import moelab
-from moelab import memory
-from moelab.lab import check, machine, oscache
+from moelab import memory, system
+from moelab.lab import check, machine
 from moelab.streaming.session import session_of
 
 def step(name):
@@ -231,7 +231,7 @@ def step(name):
 path = moelab.DATA / "models/tiny-moe"
 file = path / "model.safetensors"
 step("drop")
-oscache.drop_pages(path)
+machine.drop_pages(path)
 step("rate")
 machine.read_speed(file, cold=True, readers=2, count=8, direct=True)
 machine.read_speed(file, cold=False, readers=2, count=8)
@@ -245,7 +245,7 @@ for response in mlx_lm.stream_generate(model, tokenizer, "def f(x):", max_tokens
 step("ahead")
 reader = session_of(model).reader
 opened = next(iter(reader._files.values()))
-opened.read_ahead(4096, 128 << 10)
+system.HERE.read_ahead(opened.fd, 4096, 128 << 10)
 step("pressure")
 memory.swapped_s()
 step("close")

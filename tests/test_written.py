@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -30,15 +29,12 @@ from moelab import synthesize as S
 from moelab.checkpoint import Checkpoint
 from moelab.lab.arguments import Evicting
 from moelab.lab.decode import decode
-from moelab.lab.machine import cold_gain
 from moelab.repack import PAGE_NBYTES, repack
 from moelab.replay import by_token
 from moelab.replay.locality import recorded_trace
 from moelab.streaming.disk_embedding import DiskEmbedding
 from moelab.streaming.facts import ModelFacts
 from moelab.streaming.model import load_model
-from moelab.streaming.reading import native
-from moelab.streaming.reading.reader import Reader
 
 
 def assert_same_answer(path, out, modes):
@@ -86,33 +82,6 @@ def test_the_same_bytes_on_pages_of_their_own(moe, packed):
     assert moelab.footprint(packed).total_nbytes == moelab.footprint(moe).total_nbytes
     first = [min(t.offsets[e] for t in target.values() if ".layers.0." in t.name) for e in range(E)]
     assert all(offset % PAGE_NBYTES == 0 for offset in first)
-
-
-def test_what_one_piece_gains_is_measured(moe, packed, monkeypatch):
-    """The reads are real; their times are those of a disk that takes a second for each read."""
-    calls, read_s = [], repack_module.read_s
-
-    def timed(reader, wanted, memory):
-        assert read_s(reader, wanted, memory) > 0
-        calls.append(wanted)
-        return len(wanted)
-
-    monkeypatch.setattr(repack_module, "read_s", timed)
-    monkeypatch.setattr(repack_module, "SAMPLE_NBYTES", 1)
-    facts = [ModelFacts.of(path, moelab.StreamConfig()) for path in (moe, packed)]
-    gains = [cold_gain(of, direct=True) for of in facts]
-    monkeypatch.delattr(native.mmap, "MADV_HUGEPAGE", raising=False)  # as on a Mac
-    gains += [cold_gain(of, direct=False) for of in facts]
-    assert gains[1::2] == [None, None] and len(calls) == 2 * 2 * repack_module.PAIRS
-    for gain in gains[::2]:
-        assert gain.reads == 9 and gain.quartiles == pytest.approx((9, 9, 9))
-        assert gain.speedups(1.0, 0.9) == pytest.approx((5, 5, 5)) and "9.00 [9.00, " in str(gain)
-    sizes = [(len(wanted), sum(n for *_, n in wanted)) for wanted in calls]
-    assert {*sizes} == {(9, sizes[0][1]), (1, sizes[0][1])}
-    memory, data = memoryview(bytearray(3 * PAGE_NBYTES)), (moe / "model.safetensors").read_bytes()
-    with closing(Reader()) as reader:
-        read_s(reader, [(moe / "model.safetensors", at, 100) for at in (5, PAGE_NBYTES)], memory)
-    assert memory[5:105] == data[5:105] and memory[PAGE_NBYTES:][:100] == data[PAGE_NBYTES:][:100]
 
 
 class Spoilt(io.BufferedRandom):

@@ -22,6 +22,7 @@ import numpy as np
 from mlx_lm.models import qwen3, qwen3_moe
 
 import moelab
+from moelab.configs import CONFIGS
 from moelab.lab import limit, records
 from moelab.lab.decode import decode
 from moelab.lab.experiments.dispatch import default_dtype, hooked_experts, operations_of_layers
@@ -45,23 +46,20 @@ KINDS = {  # kinds of kernels, by words in their names
 }
 
 
-def dense_and_moe(D=2048, F=512, K=8, E=32, layers=8, vocab=8192):
-    """Make random 4-bit models: Qwen3 with an MLP of size K*F, Qwen3-MoE with K experts of F.
+def dense_and_moe(layers=8):
+    """Make random 4-bit models: Qwen3 with an MLP of size K * F, Qwen3-MoE with K experts of F.
 
     For each token both do the same amount of arithmetic and read the same number of bytes.
     """
     mx.random.seed(0)
-    size = {"hidden_size": D, "intermediate_size": K * F, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": max(1, D // 128), "num_key_value_heads": max(1, D // 512)}
-    rest = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e6}
-    common = size | heads | rest | {"head_dim": 128, "vocab_size": vocab}
-    experts = {"num_experts": E, "num_experts_per_tok": K, "moe_intermediate_size": F}
-    every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    dense = {"model_type": "qwen3", "tie_word_embeddings": True, **common}
-    moe = dense | {"model_type": "qwen3_moe", **experts, **every_layer}
+    K, F = 8, 512
+    size = {"hidden_size": 2048, "num_hidden_layers": layers, "vocab_size": 8192}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    experts = {"num_experts": 32, "num_experts_per_tok": K, "moe_intermediate_size": F}
+    config = CONFIGS["qwen3-30b-a3b"] | size | heads | experts | {"intermediate_size": K * F}
     models = {
-        "dense": qwen3.Model(qwen3.ModelArgs(**dense)),
-        "moe": qwen3_moe.Model(qwen3_moe.ModelArgs(**moe)),
+        name: of.Model(of.ModelArgs.from_dict(config))
+        for name, of in (("dense", qwen3), ("moe", qwen3_moe))
     }
     for model in models.values():
         model.set_dtype(default_dtype())

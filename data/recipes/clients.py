@@ -74,14 +74,9 @@ class Scripted(Speaker):
 
 
 def ran(*command, **given):
-    """Run a command and return its lines; raise OSError with its output if it fails."""
-    given = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True} | given
-    done = subprocess.run([*map(str, command)], timeout=900, **given)
-    if done.returncode:
-        raise OSError(
-            f"{command[0]}: {done.returncode}: {done.stdout[-1000:]}{done.stderr[-2000:]}"
-        )
-    return done.stdout.strip().splitlines()
+    """Run a command and return its lines."""
+    given |= {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 900}
+    return subprocess.run(command, check=True, **given).stdout.strip().splitlines()
 
 
 def of_npm(*packages):
@@ -132,8 +127,9 @@ def main():
     for name in sys.argv[1:] or CLIENTS:
         try:
             version, said = CLIENTS[name]()
-        except (AssertionError, OSError, subprocess.TimeoutExpired) as error:
-            version, said, failed = "failed", [str(error)[-1500:]], 1
+        except (AssertionError, OSError, subprocess.SubprocessError) as error:
+            told = [getattr(error, name, None) or "" for name in ("stdout", "stderr")]
+            version, said, failed = "failed", [str(error), *(str(text)[-2000:] for text in told)], 1
         for line in said:
             print(f"{name:12s} {version:10s} {line}", flush=True)
     sys.exit(failed)

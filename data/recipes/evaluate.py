@@ -9,11 +9,10 @@ import lzma
 import sys
 from pathlib import Path
 
-import numpy as np
-
 import moelab
 from moelab.lab import quality
 from moelab.lab.texts import heldout_files
+from moelab.replay.locality import popularity
 
 WINDOW = 2048  # tokens; the model reads nothing before a window
 
@@ -27,9 +26,7 @@ def evaluate(path, texts):
     rows = quality.windows(tokenizer, texts, WINDOW)
     with model, moelab.record(model) as trace:
         bits = quality.score(model, rows, batch=1).sum()
-    layers = trace.experts.swapaxes(0, 1)
-    counts = np.stack([np.bincount(layer.ravel(), minlength=trace.num_experts) for layer in layers])
-    return float(bits / rows.nbytes.sum()), counts / len(trace.experts)
+    return float(bits / rows.nbytes.sum()), popularity(trace)
 
 
 def main(path):

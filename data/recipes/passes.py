@@ -5,12 +5,13 @@ python data/recipes/passes.py OUT.json MODEL SLOTS...
 
 import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from moelab import StreamConfig, close, load, stats
+from moelab import StreamConfig, load, stats
 from moelab.lab import records
 from moelab.lab.models import folder
 from moelab.lab.texts import heldout_ids
@@ -20,7 +21,7 @@ POSITIONS = (1, 2, 4, 8, 16, 17)  # 17: one token and 16 drafts
 ROUNDS = 20
 
 
-def reader(model, ids, at):
+def reader(name, model, ids, at):
     """Return a function that times a pass over the next tokens, then undoes all but one."""
     kv = make_prompt_cache(model)
     mx.eval(model(mx.array([ids[:at]]), cache=kv), [c.state for c in kv])
@@ -37,39 +38,30 @@ def reader(model, ids, at):
         at += 1
         both = stats(model)  # a pass over many positions counts as prefill
         row = {
-            name: getattr(both.decode, name) + getattr(both.prefill, name)
-            for name in ("hits", "misses", "bytes_read", "wait_s")
+            field: getattr(both.decode, field) + getattr(both.prefill, field)
+            for field in ("hits", "misses", "bytes_read", "wait_s")
         }
-        experts = row["hits"] + row["misses"]
-        return {"positions": positions, "pass_s": pass_s, "experts": experts, **row}
+        row |= {"model": name, "positions": positions, "pass_s": pass_s}
+        return row | {"experts": row["hits"] + row["misses"]}
 
     return verify
 
 
-def passes(models, ids):
+def main(out, path, *slots):
     """Time passes of each model at successive places of a text; the first round is not kept."""
+    path = folder(path)
+    ids = heldout_ids(path, [512], 1)[0]
     at = len(ids) - (ROUNDS + 1) * len(POSITIONS) - max(POSITIONS)
     if at < 1:
         raise ValueError(f"passes: expected a text of {len(ids) + 1 - at} tokens, got {len(ids)}")
-    read = {name: reader(model, ids, at) for name, model in models.items()}
-
-    def run(name, positions, i):
-        return {"model": name, **read[name](positions, i)}
-
-    ways = {f"{n}, {m} positions": partial(run, n, m) for n in models for m in POSITIONS}
-    return records.interleave("passes", ways, ROUNDS, {"context_tokens": at})
-
-
-def main(out, model, *slots):
     configs = {"resident": StreamConfig(mode="resident")}
     configs |= {f"{n} slots": StreamConfig(slots=int(n)) for n in slots}
-    models = {name: load(model, config)[0] for name, config in configs.items()}
-    try:
-        samples = passes(models, heldout_ids(folder(model), [512], 1)[0])
-    finally:
-        for loaded in models.values():
-            close(loaded)
-    samples.attrs["settings"] |= {"model": folder(model).name, "cache_state": "warm"}
+    with ExitStack() as stack:
+        models = {n: stack.enter_context(load(path, config)[0]) for n, config in configs.items()}
+        read = {name: reader(name, model, ids, at) for name, model in models.items()}
+        ways = {f"{n}, {m} positions": partial(read[n], m) for n in read for m in POSITIONS}
+        settings = {"context_tokens": at, "model": path.name, "cache_state": "warm"}
+        samples = records.interleave("passes", ways, ROUNDS, settings)
     found = records.group(samples, "pass_s", ["model", "positions"])
     records.print_and_save((found * 1e3).round(2).to_string(), samples, out)
 

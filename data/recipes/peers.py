@@ -44,7 +44,7 @@ import to_gguf
 from mlx_lm.models.cache import make_prompt_cache
 
 from moelab import DATA, StreamConfig, load
-from moelab.lab import limit, oscache, records
+from moelab.lab import limit, machine, records
 from moelab.lab.arguments import parse_modes
 from moelab.lab.decode import read_all_but_last
 from moelab.lab.machine import card
@@ -207,11 +207,11 @@ def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
 
     (prefill_s,), one_by_one = timed([ids]), [[token] for token in feed]
     warmup = len(timed(one_by_one[:warmup]))
-    before = oscache.disk_read_nbytes()
+    before = machine.disk_read_nbytes()
     took = timed(one_by_one[warmup : warmup + tokens])
     row = {"prompt_tokens": len(ids), "prefill_s": prefill_s, "warmup_tokens": warmup}
     row |= {"decode_tokens": len(took), "decode_s": sum(took)}
-    row |= {} if before is None else {"disk_nbytes": oscache.disk_read_nbytes() - before}
+    row |= {} if before is None else {"disk_nbytes": machine.disk_read_nbytes() - before}
     return row | {"tokens": said, "rss_end_nbytes": psutil.Process().memory_info().rss}
 
 
@@ -219,26 +219,17 @@ def sample_here(peer, path, ids, feed, warmup, tokens, seconds, options):
 
 
 def against(
-    path,
-    text,
-    limits=(None,),
-    runs=5,
-    tokens=32,
-    warmup=32,
-    prompt=0,
-    seconds=0,
-    repacked="",
-    ways=NAMES,
+    path, text, limits=(None,), runs=5, tokens=32, warmup=32, seconds=0, repacked="", ways=NAMES
 ):
     """Read the same text with each peer under each limit (bytes or None); a row is a run.
 
-    ``text`` is a trace's file, or lengths of prompts. The other arguments are the words of the
-    command line.
+    ``text`` is a trace's file, or lengths of prompts; ``FILE:N`` means the last N tokens of the
+    trace's prompt. The other arguments are the words of the command line.
     """
     path, ways = folder(path), (*ways, REPACKED) if repacked else ways
     if isinstance(text, str | Path):
         ids, behind = texts_of(text, warmup + tokens, path)
-        texts, feed = {"": (ids[-prompt:], behind, warmup, tokens)}, Path(text).name
+        texts, feed = {"": (ids, behind, warmup, tokens)}, Path(text).name
     else:
         prompts, feed = heldout_ids(path, text, len(text)), None
         texts = {f", prompt of {len(ids)}": (ids, ids[-1:], 0, 1) for ids in prompts}
@@ -250,7 +241,7 @@ def against(
         file = read.get(given, read[peer])
         parts = [file] if file.is_file() else sorted(file.rglob("*.safetensors"))
         for part in parts:
-            oscache.drop_pages(part)
+            machine.drop_pages(part)
         if peer == MOELAB:
             options = {"slots": "auto"} | options
         elif peer == MLX_VLM and nbytes:
@@ -305,20 +296,20 @@ def _write_mlx_vlm(path, out):
         partial.rename(out)
 
 
-def main(work, *words):
+def main(work, out="", path="", text="", runs=0, *words):
     if work == "install":
         return install()
-    out, *words = words
-    path, text, runs, *words = words
     counts, limits, ways = {}, [], []
     for word in words:
+        name, equals, value = word.partition("=")
         if word.split("/")[0] in NAMES:
             ways.append(word)
-        elif "=" in word:
-            name, _, value = word.partition("=")
+        elif equals:
             counts[name] = value if name == "repacked" else int(value)
         else:
             limits.append(int(word) * 1_000_000 or None)
+    if last := counts.pop("prompt", 0):
+        text = f"{text}:{last}"
     if text.replace(",", "").isdigit():
         text = [int(n) for n in text.split(",")]
     made = against(path, text, limits or [None], int(runs), ways=ways or NAMES, **counts)

@@ -26,7 +26,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from moelab.configs import one_of
+from moelab.configs import CONFIGS, one_of
 from moelab.lab import records
 from moelab.lab.experiments import page_cache
 from moelab.lab.experiments.plan import forecast
@@ -40,19 +40,10 @@ from moelab.shipped import shipped
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one source.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
-# A model's name in the rows: its name in ``moelab.plan``.
-MODELS = {
-    "Qwen3.5-35B-A3B": "qwen3.5-35b-a3b",
+# A model's name in the rows: its name in ``moelab.plan``, if that is another
+NAMES = {
     "Qwen3.6-35B-A3B": "qwen3.5-35b-a3b",
-    "Qwen3.5-122B-A10B": "qwen3.5-122b-a10b",
-    "Qwen3.5-397B-A17B": "qwen3.5-397b-a17b",
-    "Qwen3-30B-A3B": "qwen3-30b-a3b",
-    "Qwen3-235B-A22B": "qwen3-235b-a22b",
-    "Qwen3.8-Flash-Next": "qwen3.8-flash-next",
-    "gpt-oss-20b": "gpt-oss-20b",
-    "gpt-oss-120b": "gpt-oss-120b",
     "Gemma4-26B-A4B": "gemma-4-26b-a4b",
-    "DeepSeek-V4-Flash": "deepseek-v4-flash",
     "GLM-5.2": "glm-5",
     "GLM-5.2 744B": "glm-5",
     "Kimi-K3 2.78T": "kimi-k3",
@@ -74,11 +65,11 @@ SETTING += ["slots_or_cache", "slots", "held_gb", "hit_rate"]
 
 
 def rows():
-    """Read the table of published speeds; add the columns ``group``, ``side`` and ``why_not``."""
+    """Read the table of published speeds; add ``config``, ``group``, ``side`` and ``why_not``."""
     table = pd.read_csv(shipped("published.csv"), dtype=str, keep_default_na=False)
     numbers = ["ram_gb", "ssd_gb_s", "top_k", "held_gb", "hit_rate", "tok_s", "context"]
-    for name in numbers:
-        table[name] = pd.to_numeric(table[name])
+    table[numbers] = table[numbers].apply(pd.to_numeric)
+    table["config"] = [NAMES.get(name, name.lower()) for name in table.model]
     table["group"] = table.source.map(group)
     table["side"] = table.group.map(side)
     # The slots in each layer, where a row states them
@@ -109,7 +100,7 @@ def why_not(row):
     about = f"{row.method} {row.note}"
     reasons = {
         "a draft": not row.draft.startswith("none"),
-        "the model's shapes are not known": row.model not in MODELS,
+        "the model's shapes are not known": row.config not in CONFIGS,
         "not a Mac's GPU or a computer's CPU": any(word in device for word in OTHER_DEVICES),
         "another method": any(word in about for word in OTHER_METHODS),
         "a long context": row.context > MOST_CONTEXT,
@@ -158,7 +149,7 @@ def machine_of(row):
 def plan_of(row):
     """Plan a row's model."""
     top_k = None if row.top_k != row.top_k else int(row.top_k)
-    return named(MODELS[row.model], bits=int(row.bits[0]), top_k=top_k)
+    return named(row.config, bits=int(row.bits[0]), top_k=top_k)
 
 
 def _held(row, plan):
@@ -215,7 +206,7 @@ def settings(groups=None):
     """
     table = rows()
     known = table.machine.str.split(" (", regex=False).str[0].isin(CHIPS)
-    known &= table.model.isin(MODELS) & table.bits.str.match(r"\d") & table.ram_gb.notna()
+    known &= table.config.isin(CONFIGS) & table.bits.str.match(r"\d") & table.ram_gb.notna()
     known &= (table.held_gb.notna() | table.slots.notna()) & table.group.isin(groups or table.group)
     table = table[known]
     table = table.assign(holds=[_held(row, plan_of(row)) for _, row in table.iterrows()])
@@ -238,7 +229,7 @@ def settings(groups=None):
 def _nearest(holds, row):
     """Return the number of held experts that is nearest to a row's plan; None if no plan fits."""
     try:
-        plan = named(MODELS[row.model], machine_of(row).most, int(row.bits[0]))
+        plan = named(row.config, machine_of(row).most, int(row.bits[0]))
     except ValueError:
         return None
     return abs(holds - plan.slots).idxmin()

@@ -6,12 +6,13 @@
 The script reads files of one commit of that clone (a bare clone will do). See the traces' README.
 """
 
-import csv
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from moelab import DATA, Trace
 
@@ -36,18 +37,13 @@ def decoded(text) -> tuple[np.ndarray, int]:
     about = next(line for line in text.splitlines() if line.startswith("# model="))
     sizes = dict(word.split("=") for word in about.split() if word.count("=") == 1)
     L, E, K = (int(sizes[name]) for name in ("n_layer", "n_expert", "n_expert_used"))
-    lines = (line for line in text.splitlines() if not line.startswith("#"))
-    rows = [row for row in csv.DictReader(lines) if row["phase"] == "1"]
-    first = int(rows[0]["step"])
-    T = int(rows[-1]["step"]) - first + 1
-    experts = np.full((T, L, K), E)
-    for row in rows:
-        place = int(row["step"]) - first, int(row["layer"]), int(row["slot"])
-        assert experts[place] == E, f"two experts at {place}"
-        experts[place] = int(row["expert"])
-    assert experts.max() < E, "a token has fewer than K experts in a layer"
+    rows = pd.read_csv(io.StringIO(text), comment="#").query("phase == 1")
+    chosen = rows.pivot(index="step", columns=["layer", "slot"], values="expert").sort_index(axis=1)
+    experts = chosen.to_numpy().reshape(-1, L, K)
+    assert (np.diff(chosen.index) == 1).all(), "a token is missing"
+    assert (experts < E).all(), "a token has fewer than K experts in a layer"
     assert np.diff(np.sort(experts, axis=-1), axis=-1).all(), "a token has an expert twice"
-    return experts, E
+    return experts.astype(int), E
 
 
 def main(clone, out=DATA / "traces" / "published"):

@@ -13,15 +13,19 @@ import random
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import closing
 from functools import partial
 from itertools import product
 
 from moelab import StreamConfig
-from moelab.lab import oscache, records
+from moelab.lab import machine, records
 from moelab.lab.models import folder
-from moelab.repack import expert_ranges, memory_for, read_s
 from moelab.streaming.facts import ModelFacts
+from moelab.streaming.reading.native import huge_pages
+from moelab.streaming.reading.ranges import Ranges
 from moelab.streaming.reading.reader import Reader
+from moelab.streaming.residency.bank import ranges
 
 A_CALL = 8  # experts in a call
 PAGE_NBYTES = 4096  # fio's direct reads are rounded to pages of this many bytes
@@ -52,7 +56,13 @@ def bench_reads(path, depths, nbytes, rounds):
 
 def _experts_of_largest_file(path):
     """Return the largest file with experts, and the parts of each layer's experts in the file."""
-    layers = expert_ranges(ModelFacts.of(path, StreamConfig()).located)
+    parameters = {}
+    for name, t in ModelFacts.of(path, StreamConfig()).located.items():
+        parameters.setdefault(name.rsplit(".", 2)[0], {})[name] = t
+    layers = [
+        [(of[names[0]], sum(of[n].nbytes for n in names)) for names in ranges(of)]
+        for of in parameters.values()
+    ]
     file = max({t.files[0] for of in layers for t, _ in of}, key=lambda f: f.stat().st_size)
     here = ([(t, n) for t, n in of if t.files[0] == file] for of in layers)
     return file, [of for of in here if of]
@@ -64,20 +74,21 @@ def _read_experts(file, layers, depth, nbytes, order):
     order.shuffle(places)
     one = max(sum(n for _, n in of) for of in layers)
     places = places[: max(A_CALL, nbytes // one)]
-    memory = memory_for(layers, A_CALL)
+    memory = huge_pages(A_CALL * one)
     memory[::PAGE_NBYTES] = bytes(len(memory[::PAGE_NBYTES]))  # maps pages before the clock starts
-    reader = Reader(depth)
-    try:
-        reader.open(file)
-        oscache.drop_pages(file)
-        seconds = 0
+    with closing(Reader(depth)) as reader:
+        opened, seconds = reader.open(file), 0
+        machine.drop_pages(file)
         for first in range(0, len(places), A_CALL):
-            call = places[first : first + A_CALL]
-            wanted = [(file, t.offsets[e], n) for of, e in call for t, n in of]
-            seconds += read_s(reader, wanted, memory)
+            reads, at = [], 0
+            for of, e in places[first : first + A_CALL]:
+                for t, n in of:
+                    reads.append((opened, t.offsets[e], [memory[at : at + n]]))
+                    at += n
+            call, begin = Ranges.of(reads), time.perf_counter()
+            reader.read(call)
+            seconds += time.perf_counter() - begin
         return reader.nbytes / seconds
-    finally:
-        reader.close()
 
 
 def _fio(fio, file, pieces, depth, nbytes, seed):

@@ -7,7 +7,6 @@ from pathlib import Path
 from readme import table
 
 from moelab.lab import claims
-from moelab.lab.claims import linked
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/scorecard.md"
@@ -55,7 +54,7 @@ def page():
     verdicts, parts = [], []
     for j in judged:
         c, verdict = j.claim, f"*{j.verdict}*"
-        source, shown = linked(c["source"]), notebooks(c["notebook"])
+        source, shown = c["source"], notebooks(c["notebook"])
         verdicts.append((f"[{c['id']}](#{c['id'].lower()})", c["claim"], verdict, source, shown))
         parts.append(f"### {c['id']}\n\n{c['claim'].rstrip('.')}: {verdict}. {j.because}")
         if j.figures:

@@ -46,14 +46,12 @@ def swapping(nbytes, swap_nbytes):
     """Make a cgroup (``limit.Prepared``) of ``nbytes`` memory that swaps to a file of its own."""
     with TemporaryDirectory(prefix="moelab-swap-") as here:
         file = Path(here, "swap")
+        made = ["fallocate", "-l", str(swap_nbytes)], ["chmod", "600"], ["mkswap"], ["swapon"]
         try:
             try:
-                with file.open("wb") as f:
-                    file.chmod(0o600)
-                    os.posix_fallocate(f.fileno(), 0, swap_nbytes)
-                for word in ("mkswap", "swapon"):
-                    subprocess.run([word, file], capture_output=True, text=True, check=True)
-            except (OSError, AttributeError, subprocess.CalledProcessError) as error:
+                for words in made:
+                    subprocess.run([*words, file], capture_output=True, text=True, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
                 said = getattr(error, "stderr", None) or error
                 raise NoSwap(f"this process may not swap to a file: {said}") from None
             with limit.limited(nbytes) as prepared:

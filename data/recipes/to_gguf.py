@@ -16,31 +16,8 @@ import numpy as np
 
 from moelab.lab.models import folder
 
-ARCHITECTURE, MODEL_TYPE = "qwen35moe", "qwen3_5_moe"
-PREFIX = "language_model.model."
+ARCHITECTURE, MODEL_TYPE = gguf.MODEL_ARCH.QWEN35MOE, "qwen3_5_moe"
 CODE_BYTES, BLOCKS = 16, 2  # bytes of 32 codes; blocks of a group
-# llama.cpp's names of a layer's tensors: mlx-lm's names.
-EVERY_LAYER = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    **{f"ffn_{p}_exps": f"mlp.switch_mlp.{p}_proj" for p in ("gate", "up", "down")},
-    **{f"ffn_{p}_shexp": f"mlp.shared_expert.{p}_proj" for p in ("gate", "up", "down")},
-}
-ATTENTION = {
-    **{f"attn_{p}": f"self_attn.{p}_proj" for p in ("q", "k", "v")},
-    "attn_output": "self_attn.o_proj",
-    **{f"attn_{p}_norm": f"self_attn.{p}_norm" for p in ("q", "k")},
-}
-RECURRENCE = {
-    "attn_qkv": "linear_attn.in_proj_qkv",
-    "attn_gate": "linear_attn.in_proj_z",
-    "ssm_beta": "linear_attn.in_proj_b",
-    "ssm_alpha": "linear_attn.in_proj_a",
-    "ssm_norm": "linear_attn.norm",
-    "ssm_out": "linear_attn.out_proj",
-}
 FIELDS = {  # names of a GGUF file's fields: names in mlx-lm's config
     "vocab_size": "vocab_size",
     "context_length": "max_position_embeddings",
@@ -56,6 +33,7 @@ FIELDS = {  # names of a GGUF file's fields: names in mlx-lm's config
     "feed_forward_length": "moe_intermediate_size",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "full_attention_interval": "full_attention_interval",
     "ssm_conv_kernel": "linear_conv_kernel_dim",
     "ssm_state_size": "linear_key_head_dim",
     "ssm_group_count": "linear_num_key_heads",
@@ -70,9 +48,9 @@ def write(path, out):
     if (found := config.get("model_type")) != MODEL_TYPE:
         raise ValueError(f"{path}: expected model_type {MODEL_TYPE}, got {found}. Take another.")
     tensors, partial = _tensors(path, config), out.with_name(out.name + ".partial")
-    writer = gguf.GGUFWriter(partial, ARCHITECTURE)
-    for key, values in _fields(config, path.name).items():
-        getattr(writer, f"add_{key}")(*values)
+    writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[ARCHITECTURE])
+    for key, value in _fields(config, path.name).items():
+        getattr(writer, f"add_{key}")(value)
     for name, array in tensors.items():
         is_blocks = array.dtype == mx.uint8
         kind = gguf.GGMLQuantizationType.Q4_1 if is_blocks else None
@@ -90,16 +68,14 @@ def write(path, out):
 def _fields(config, name):
     """Map the names of ``GGUFWriter``'s ``add_`` methods to their arguments."""
     t = config["text_config"]
-    rope, values = t["rope_parameters"], t["linear_num_value_heads"]
-    rotated = int(t["head_dim"] * rope["partial_rotary_factor"])
-    return {field: (t[key],) for field, key in FIELDS.items()} | {
-        "name": (name,),
-        "tokenizer_model": ("no_vocab",),
-        "rope_freq_base": (rope["rope_theta"],),
-        "rope_dimension_count": (rotated,),
-        "rope_dimension_sections": ([*rope["mrope_section"], 0],),
-        "ssm_inner_size": (t["linear_value_head_dim"] * values,),
-        "uint32": (f"{ARCHITECTURE}.full_attention_interval", t["full_attention_interval"]),
+    rope = t["rope_parameters"]
+    return {field: t[key] for field, key in FIELDS.items()} | {
+        "name": name,
+        "tokenizer_model": "no_vocab",
+        "rope_freq_base": rope["rope_theta"],
+        "rope_dimension_count": int(t["head_dim"] * rope["partial_rotary_factor"]),
+        "rope_dimension_sections": [*rope["mrope_section"], 0],
+        "ssm_inner_size": t["linear_value_head_dim"] * t["linear_num_value_heads"],
     }
 
 
@@ -109,26 +85,11 @@ def _tensors(path, config):
     for file in sorted(path.glob("model*.safetensors")):
         stored |= mx.load(str(file))
     t, quantization = config["text_config"], config.get("quantization", {})
-    keys, key_dim = t["linear_num_key_heads"], t["linear_key_head_dim"]
     values, value_dim = t["linear_num_value_heads"], t["linear_value_head_dim"]
-
-    def get(path, as_floats=False):
-        w = stored.pop(f"{path}.weight")
-        if f"{path}.scales" not in stored:
-            return w.astype(mx.float32)
-        scales, biases = (stored.pop(f"{path}.{part}") for part in ("scales", "biases"))
-        given = quantization | quantization.get(path, {})
-        bits, size = given["bits"], given["group_size"]
-        if bits == 4 and not as_floats:
-            if size != 64:
-                raise ValueError(f"{path}: expected groups of 64 weights, got {size}")
-            return _blocks(w, scales, biases)
-        floats = (a.astype(mx.float32) for a in (scales, biases))
-        return mx.dequantize(w, *floats, size, bits)
-
+    all_keys = 2 * t["linear_num_key_heads"] * t["linear_key_head_dim"]
     # Several value heads share a key head. llama.cpp gives value head i the key head i % keys;
     # mlx-lm gives it i // (values / keys), so the value heads of one key head lie together.
-    order = np.arange(values).reshape(keys, -1).T.ravel()
+    order = np.arange(values).reshape(t["linear_num_key_heads"], -1).T.ravel()
 
     def reordered(array, width, first=0, axis=0):
         """Put value heads (``width`` entries each, after ``first`` others) in llama.cpp's order."""
@@ -138,33 +99,42 @@ def _tensors(path, config):
     def columns(array):  # a column is a byte of blocks, or a weight
         return reordered(array, value_dim * (20 if array.dtype == mx.uint8 else 32) // 32, axis=-1)
 
-    all_keys = 2 * keys * key_dim
-    ordered = {
-        "attn_qkv": lambda a: reordered(a, value_dim, all_keys),
-        "attn_gate": lambda a: reordered(a, value_dim),
-        "ssm_beta": lambda a: reordered(a, 1),
-        "ssm_alpha": lambda a: reordered(a, 1),
-        "ssm_out": columns,
-        "ffn_gate_inp_shexp": lambda a: a.reshape(-1),
+    changed = {  # by the last part of mlx-lm's name
+        "in_proj_qkv": lambda a: reordered(a, value_dim, all_keys),
+        "conv1d": lambda a: reordered(a.squeeze(-1), value_dim, all_keys),
+        "in_proj_z": lambda a: reordered(a, value_dim),
+        **dict.fromkeys(("in_proj_b", "in_proj_a", "dt_bias"), lambda a: reordered(a, 1)),
+        "A_log": lambda a: reordered(-mx.exp(a), 1),
+        "out_proj": columns,
+        "shared_expert_gate": lambda a: a.reshape(-1),
     }
-    out = {"token_embd.weight": get(f"{PREFIX}embed_tokens")}
-    out["output_norm.weight"] = get(f"{PREFIX}norm")
-    if "language_model.lm_head.weight" in stored:
-        out["output.weight"] = get("language_model.lm_head")
-    for i in range(t["num_hidden_layers"]):
-        layer, block = f"{PREFIX}layers.{i}.", f"blk.{i}."
-        is_attention = (i + 1) % t["full_attention_interval"] == 0
-        for name, path in (EVERY_LAYER | (ATTENTION if is_attention else RECURRENCE)).items():
-            made = get(layer + path, name == "ffn_gate_inp")  # llama.cpp's router is not quantized
-            out[f"{block}{name}.weight"] = ordered.get(name, lambda a: a)(made)
-        if not is_attention:
-            own = f"{layer}linear_attn."
-            taps, a_log = get(f"{own}conv1d").squeeze(-1), stored.pop(f"{own}A_log")
-            out[f"{block}ssm_conv1d.weight"] = reordered(taps, value_dim, all_keys)
-            dt = stored.pop(f"{own}dt_bias").astype(mx.float32)
-            out[f"{block}ssm_dt.bias"] = reordered(dt, 1)
-            out[f"{block}ssm_a"] = reordered(-mx.exp(a_log.astype(mx.float32)), 1)
-    return out
+
+    def converted(name):
+        path, w = name.removesuffix(".weight"), stored[name]
+        last = path.rpartition(".")[2]
+        if f"{path}.scales" not in stored:
+            w = w.astype(mx.float32)
+        else:
+            scales, biases = (stored[f"{path}.{part}"] for part in ("scales", "biases"))
+            given = quantization | quantization.get(path, {})
+            bits, size = given["bits"], given["group_size"]
+            if bits == 4 and last != "gate":  # llama.cpp's router is not quantized
+                if size != 64:
+                    raise ValueError(f"{path}: expected groups of 64 weights, got {size}")
+                w = _blocks(w, scales, biases)
+            else:
+                floats = (a.astype(mx.float32) for a in (scales, biases))
+                w = mx.dequantize(w, *floats, size, bits)
+        return changed.get(last, lambda a: a)(w)
+
+    names = gguf.get_tensor_name_map(ARCHITECTURE, t["num_hidden_layers"])
+    found = {}  # gguf knows transformers' names
+    for name in stored:
+        theirs = name.removeprefix("language_model.").replace("switch_mlp", "experts")
+        theirs = theirs.replace("dt_bias", "dt_proj.bias")
+        found[names.get_name(theirs, (".weight", ".bias"))] = name
+    found.pop(None, None)  # scales and biases of quantized weights
+    return {theirs: converted(name) for theirs, name in sorted(found.items())}
 
 
 def _blocks(w, scales, biases):

@@ -101,7 +101,7 @@ def spoil(right, found):
 
 def way(words, args):
     """Return a way's name, and a function that runs it in a new process and returns the row."""
-    from moelab.lab import limit, oscache  # a compared checkout may lack these modules
+    from moelab.lab import limit, machine  # a compared checkout may lack these modules
 
     name, tree, model, *words = words.replace("=", ",", 1).split(",")
     words, trace = (word.split("=", 1) for word in words), str(ROOT / "build" / f"trees-{name}.npz")
@@ -113,7 +113,7 @@ def way(words, args):
         given = vars(args) | {"model_path": model, "record": record, "file": trace}
         given |= {"options": options | ({"prefetch": "none"} if record else {})}
         if max_mb:
-            oscache.drop_pages(model)
+            machine.drop_pages(model)
         words = ["env", f"PYTHONPATH={Path(tree).resolve()}", sys.executable, __file__, "--child"]
         done = limit.run([*words, json.dumps(given)], max_mb * 1_000_000 or None)
         if done.returncode:

@@ -128,7 +128,7 @@ def header_bytes(header: dict, align: int = 8) -> bytes:
 
 
 def read_packed(file: Path) -> dict[str, ExpertTensor]:
-    """Read where experts lie in a repacked layer's file; files of version 0.1 have no checksum."""
+    """Read where experts lie in a repacked layer's file."""
     tensors = read_header(file, "repack the model again")
     lies = f"{file}: expected the experts of a layer as 'python -m moelab repack' writes them, got"
     with readable(lies, "Repack the model again."):
@@ -142,8 +142,6 @@ def read_packed(file: Path) -> dict[str, ExpertTensor]:
         if names != packing_order(set(names)):
             raise ValueError(f"the parameters {', '.join(names)} in this order")
         wanted = packed_header(path, named, E)
-        if "crc32" not in metadata:
-            del wanted["__metadata__"]["crc32"]
         got = {"dtype": "U8", "shape": [E, stride], "data_offsets": [0, experts.nbytes]}
         if {"__metadata__": metadata, experts.name: got} != wanted or experts.dtype != mx.uint8:
             raise ValueError("sizes, offsets or a checksum that do not fit each other")

@@ -143,18 +143,14 @@ def _states():
 def _ours(cache):
     """Convert an empty cache of mlx-vlm to mlx-lm's class, if mlx-lm has that kind of cache."""
     kind = type(cache).__name__ if type(cache).__module__ == "mlx_vlm.models.cache" else ""
-    match kind:
-        case "KVCache":
-            return caches.KVCache()
-        case "RotatingKVCache":
-            return caches.RotatingKVCache(cache.max_size, cache.keep)
-        case "ChunkedKVCache":
-            return caches.ChunkedKVCache(cache.chunk_size)
-        case "ArraysCache":
-            return caches.ArraysCache(len(cache.cache))
-        case "CacheList":
-            return caches.CacheList(*map(_ours, cache.caches))
-    return cache
+    makers = {
+        "KVCache": caches.KVCache,
+        "RotatingKVCache": lambda: caches.RotatingKVCache(cache.max_size, cache.keep),
+        "ChunkedKVCache": lambda: caches.ChunkedKVCache(cache.chunk_size),
+        "ArraysCache": lambda: caches.ArraysCache(len(cache.cache)),
+        "CacheList": lambda: caches.CacheList(*map(_ours, cache.caches)),
+    }
+    return makers[kind]() if kind in makers else cache
 
 
 def leaves(given: Iterable) -> Iterator:

@@ -6,13 +6,12 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
 from ..checkpoint import shorten
-from ..configs import one_of
 
 
 def _number(kind, what, least, most=10**9):
@@ -100,18 +99,6 @@ def prompt_text(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(f"expected some text{where}, got none")
     return text
-
-
-def name_of(names: Collection[str], also: str = "") -> Callable[[str], str]:
-    """Make a type that takes one of these names, in any spelling that ``one_of`` knows."""
-
-    def name(text):
-        try:
-            return one_of(names, text, also)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return name
 
 
 def not_utf8(error: UnicodeError, where: str) -> str:

@@ -16,12 +16,11 @@ from ..streaming.session import session_of
 from . import arguments
 from .argument_types import not_empty, prompt_text
 from .kv_cache import check_kv_cache, quantized_given, write_prompt_cache
-from .stream_options import add_stream_options, say_plan, streaming_given
 
 
 def run(args: argparse.Namespace) -> None:
     """Read a prompt and save the model's state after it."""
-    config = streaming_given(args)
+    config = arguments.streaming_given(args)
     file, loading = Path(args.prompt_cache_file).resolve(), arguments.loading_given(args)
     _check_file(file)
     check_kv_cache(args, config)
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
     loading["tokenizer_config"] |= known
     model, tokenizer = load(args.model, config, **loading)
     with model:
-        say_plan(model)
+        arguments.say_plan(model)
         token, size = args.eos_token, vocabulary(model)
         # A tokenizer would add an unknown end token to its vocabulary.
         if token is not None and not 0 <= tokenizer.convert_tokens_to_ids(token) < size:
@@ -73,4 +72,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, type=kind, required=True, metavar=metavar, help=what)
     names = ["--eos-token", "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]
     arguments.add_hidden(parser, *names)
-    add_stream_options(parser, sampling=True)  # options are named as in generate
+    arguments.add_stream_options(parser)  # options are named as in generate

@@ -18,7 +18,6 @@ from . import arguments
 from .argument_types import at_least, not_utf8
 from .drafting import open_draft, write
 from .kv_cache import check_kv_cache
-from .stream_options import add_stream_options, say_plan, streaming_given
 
 
 class ChatUI(mlx_lm_chat.ChatUI):
@@ -40,7 +39,7 @@ class ChatUI(mlx_lm_chat.ChatUI):
 
 def run(args: argparse.Namespace) -> None:
     """Chat until ``q``, Ctrl-C or the end of standard input."""
-    config = streaming_given(args)
+    config = arguments.streaming_given(args)
     check_kv_cache(args, config)
     with ExitStack() as stack:
         draft = open_draft(args.draft_model, config.kernels, args.model)
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         def load_streamed(_, **kwargs):
             model, tokenizer = load(args.model, config, draft=draft, **kwargs)
             stack.enter_context(model)
-            say_plan(model)
+            arguments.say_plan(model)
             if not tokenizer.has_chat_template:
                 raise ValueError(
                     f"chat: the tokenizer of {args.model} has no chat template. Use generate."
@@ -117,4 +116,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_number(parser, "--seed", 0, "seed of sampling", at_least(0, 2**64 - 1))
     arguments.add_hidden(parser, "--max-kv-size", *arguments.XTC, *arguments.LOADING)
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
-    add_stream_options(parser, sampling=True)
+    arguments.add_stream_options(parser)

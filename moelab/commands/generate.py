@@ -3,7 +3,6 @@
 import argparse
 import io
 import secrets
-import shlex
 import sys
 from functools import partial
 
@@ -14,17 +13,12 @@ from mlx_lm.sample_utils import make_sampler
 
 from .. import load, stats
 from ..prompt import encode, from_prompt_on, templated, vocabulary
-from ..repack import measure_gain
-from ..streaming.config import SLOT_MODES
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, json_object, not_empty, prompt_text
 from .drafting import open_draft, write
 from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
-from .stream_options import add_stream_options, say_plan, streaming_given
-
-WORTH = 1.2  # ``repack`` is advised if it would make a text this many times as fast
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    config, loading, cache = streaming_given(args), arguments.loading_given(args), None
+    config, loading, cache = arguments.streaming_given(args), arguments.loading_given(args), None
     if args.prompt_cache_file is not None:
         cache, known = open_prompt_cache(args, config)
         loading["tokenizer_config"] |= known
@@ -47,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, config, group=group, draft=draft, **loading)
     with model:
         if verbose:
-            say_plan(model)
+            arguments.say_plan(model)
         text, as_it_is = args.prompt, args.ignore_chat_template or not tokenizer.has_chat_template
         if not as_it_is:
             said = {"system": args.system_prompt, "answer": args.prefill_response}
@@ -77,11 +71,8 @@ def run(args: argparse.Namespace) -> None:
                 before = _needed(model)
             out.write(r.text)
             out.flush()
-        needed = _needed(model) - before
-        out.write(f"\n\n[{_figures(r, needed)}]\n" if verbose else "\n")
+        out.write(f"\n\n[{_figures(r, _needed(model) - before)}]\n" if verbose else "\n")
         out.flush()
-        if verbose:
-            _say_gain(session, r, needed[-1], args.model)
 
 
 def _check_tokens(size, tokenizer, args):
@@ -101,29 +92,9 @@ def _check_tokens(size, tokenizer, args):
 
 
 def _needed(model):
-    """Return the model's counts so far: hits, misses, bytes read, seconds of waiting for reads."""
+    """Return the model's counts so far: hits, misses and bytes read."""
     phases = (stats(model).prefill, stats(model).decode)
-    return np.sum([(c.hits, c.misses, c.bytes_read, c.wait_s) for c in phases], 0)
-
-
-def _say_gain(session, r, wait_s, path):
-    """Say on stderr if the text would have come much faster from a repacked model."""
-    time_s = r.generation_tokens / r.generation_tps
-    # A repack gains little where reads take little of the time. A short text shows nothing: its
-    # first tokens read the most.
-    could = time_s > WORTH * (time_s - wait_s) and r.generation_tokens >= 32
-    if not could or session.ranks or session.config.mode not in SLOT_MODES:
-        return
-    if (gain := measure_gain(session.facts, session.reader)) is None:
-        return
-    low, times, high = gain.speedups(time_s, wait_s)
-    if low > WORTH:
-        print(
-            f"moelab: {wait_s / time_s:.0%} of this text's time were waits for reads, and {gain}: "
-            f"a repacked model would write about {times:.1f} [{low:.1f}, {high:.1f}] times as fast "
-            f"(python -m moelab repack {shlex.quote(path)} OUT)",
-            file=sys.stderr,
-        )
+    return np.sum([(c.hits, c.misses, c.bytes_read) for c in phases], 0)
 
 
 def _figures(r, needed):
@@ -135,7 +106,7 @@ def _figures(r, needed):
     line += f"prompt {r.prompt_tps:.1f} tok/s, {r.prompt_tokens} tokens"
     if getattr(r, "drafted", 0):
         line += f"; {r.accepted} of {r.drafted} drafts accepted"
-    hits, misses, nbytes, _ = needed
+    hits, misses, nbytes = needed
     if hits + misses and r.generation_tokens > 1:
         read = f"{nbytes / (r.generation_tokens - 1) / 1e6:.2f} MB read for each token"
         line += f"; hit rate {hits / (hits + misses):.0%}, {read}"
@@ -171,4 +142,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_refused(parser, why, "--quantize-activations", "-qa")
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
-    add_stream_options(parser, sampling=True)
+    arguments.add_stream_options(parser)

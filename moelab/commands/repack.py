@@ -9,7 +9,7 @@ import argparse
 from ..repack import repack
 from ..streaming.model import find
 from .argument_types import not_empty
-from .stream_options import add_field
+from .arguments import add_field
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

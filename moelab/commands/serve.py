@@ -28,7 +28,6 @@ from .kv_cache import PromptFiles, check_kv_cache
 from .server.ask import Served
 from .server.engine import Engine
 from .server.prompts import Prompts
-from .stream_options import add_stream_options, say_plan, streaming_given
 
 
 def _load(args, config, group):
@@ -50,7 +49,7 @@ def _load(args, config, group):
     except ValueError:
         close(model)
         raise
-    say_plan(model)
+    arguments.say_plan(model)
     session = session_of(model)
     plan, ranks = session.plan, session.ranks
     args.prefill_step_size = session.room.step(args.prefill_step_size)
@@ -106,7 +105,7 @@ def positions(path: Path) -> int:
 
 def run(args: argparse.Namespace) -> None:
     """Answer requests until Ctrl-C; of several ranks, rank 0 listens and the others follow."""
-    config = streaming_given(args)
+    config = arguments.streaming_given(args)
     try:
         from .server import http
     except ImportError as error:
@@ -156,4 +155,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     why = "a tokenizer has no other template than its own"
     arguments.add_refused(parser, why, "--use-default-chat-template")
-    add_stream_options(parser, sampling=True)
+    arguments.add_stream_options(parser)

@@ -5,9 +5,11 @@ cost as much to read and compute as those of the real Mixture-of-Experts model.
 """
 
 import argparse
+from functools import partial
 
+from ..configs import one_of
 from ..synthesize import LIKE, synthesize
-from .argument_types import at_least, name_of, not_empty, positive
+from .argument_types import at_least, not_empty, positive
 from .arguments import add_number
 
 
@@ -16,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--like",
         default=LIKE[0],
-        type=name_of(LIKE),
+        type=partial(one_of, LIKE),
         metavar="NAME",
         help=f"model with the shapes to take: {', '.join(LIKE)} (default: %(default)s)",
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..commands.stream_options import option_type
+from ..commands.arguments import option_type
 from ..streaming.config import OPTIONS, SLOT_MODES, StreamConfig
 from ..streaming.residency.table import EVICTION
 

@@ -21,6 +21,8 @@ from pandas import DataFrame
 from plotly.subplots import make_subplots
 
 from . import records
+from .machine import card as this_card
+from .machine import card_line, made
 
 # Pixels of a bar with its gap, and of a panel's title and axis.
 BAR, PANEL_TITLE, PANEL_AXIS = 34, 20, 64
@@ -215,7 +217,7 @@ def _quartiles(groups):
     return np.array([np.percentile(s, (25, 50, 75)) for s in groups.values()]).T
 
 
-def _figure(samples, grouped, title, x, y, note, **layout):
+def _figure(samples, grouped, title, x, y, note, height=style.PLOT_HEIGHT, **layout):
     """Make an empty figure with the note and the machines that the table's headers name."""
     headers = samples.attrs.get("headers", [samples.attrs])
     headers = [h for h in headers if "machine" in h] or headers  # computed tables have no machine
@@ -230,12 +232,26 @@ def _figure(samples, grouped, title, x, y, note, **layout):
     counts = sorted({len(s) for groups in grouped.values() for s in groups.values()})
     if counts and counts[-1] > 1:
         told.append("n=" + " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))))
-    told += ["a trial"] if any("trial" in h for h in headers) else []
     spoilt = [records.busy(h.get("load", {})) for h in headers if "record" not in h]
     older = dict.fromkeys(h.get("note", "") for h in headers)
-    note = "; ".join(filter(None, (*spoilt, ", ".join(filter(None, told)), note, *older)))
-    cards = [h["machine"] if "record" in h else None for h in headers]
-    return style.figure(title, x, y, note, [c for c in cards if c != ""], **layout)
+    cards = [h["machine"] if "record" in h else None for h in headers]  # None: this machine, now
+    cards = list({str(card): card for card in cards if card != ""}.values())
+    hosts = {}  # by host: the dates and engines of its records
+    for card in cards:
+        of = card or this_card()
+        host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
+        hosts.setdefault(host, {})[f"recorded {made(of)}" if card else "here"] = True
+    short = (f"{' and '.join(when)}: {host}" for host, when in hosts.items())
+    note = "; ".join(filter(None, (*spoilt, ", ".join(filter(None, told)), note, *older, *short)))
+    meta = {"title": title, "note": note, "machines": [card_line(card) for card in cards]}
+    return _empty(height, **layout).update_layout(xaxis_title=x, yaxis_title=y, meta=meta)
+
+
+def _empty(height=style.PLOT_HEIGHT, **layout):
+    """Make a figure with a plot of so many pixels; ``style.describe`` adds the legend's height."""
+    top, below = style.TOP, style.FOOTER
+    around = {"margin": {"t": top, "b": below}, "height": top + height + below}
+    return go.Figure(layout={"template": "moelab"} | around | layout)
 
 
 def _series(points):
@@ -296,7 +312,7 @@ def _panels(fig, titles, names, axis, headroom=False):
     fig.update_yaxes(ticks="", tickfont_size=13)
     fig.update_xaxes(nticks=5, tickangle=0, title=axis)
     fig.update_layout(margin_l=20)
-    column = _grid(style.figure("", "", ""), titles, 1, style.NARROW_CHARACTERS, plot).layout
+    column = _grid(_empty(), titles, 1, style.NARROW_CHARACTERS, plot).layout
     narrow = {"height": column.height - column.margin.b, "margin.t": column.margin.t}
     short = ["<br>".join(style.wrap(str(n), NARROW_LABEL_CHARACTERS)) + " " for n in names]
     for i, text in enumerate(column.annotations):

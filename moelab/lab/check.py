@@ -1,9 +1,7 @@
 """``python -m moelab check``: does this machine have what moelab and its notebooks need?"""
 
 import argparse
-import itertools
 import os
-import shlex
 import shutil
 import statistics
 import time
@@ -30,9 +28,8 @@ from ..streaming.plan import DoesNotFit
 from ..system import HERE
 from . import records
 from .decode import read_all_but_last
-from .machine import READ_NBYTES, card, card_line, cold_gain, read_speed
-from .models import settings_of
-from .oscache import drop_pages
+from .machine import READ_NBYTES, card, card_line, drop_pages, read_speed
+from .models import repack_hint, settings_of
 from .variants import Opened, Variant, resident_like
 
 MIN_MEMORY_NBYTES = 3 << 30  # enough for tiny-moe, JupyterLab and a browser
@@ -132,7 +129,7 @@ def _ssd(folder, lacks, settings):
 
 
 def _slots_of(model, settings, rows):
-    """Yield a model's findings: its plan, its blocks, a repack's gain and, with ``rows``, texts."""
+    """Yield a model's findings: its plan, its blocks, a hint and, with ``rows``, texts."""
     tokenizer_of(model)
     try:
         p = plan(model, StreamConfig(lazy_logits=True))
@@ -150,11 +147,8 @@ def _slots_of(model, settings, rows):
     sizes = p.facts.checkpoint_nbytes, p.top_k * p.facts.slot_nbytes
     disk, token = (f"{nbytes / 1e6:,.0f} MB" for nbytes in sizes)
     yield True, f"{model.name}, {disk} on disk, needs {token} of experts for a token: {p}", ""
-    if p.slots < p.num_experts and (gain := cold_gain(p.facts, p.direct)):
-        so = "a repack would hardly gain"
-        if gain.quartiles[0] > 1:  # the gain is more than chance
-            so = f"`python -m moelab repack {shlex.quote(str(model))} OUT` writes such a copy"
-        yield True, f"{model.name}: {gain}: {so}", ""
+    if hint := repack_hint(model, p):
+        yield True, f"{model.name}: {hint}", ""
     if rows is not None:
         yield _compared(model, p, rows)
 
@@ -167,7 +161,7 @@ def _compared(model, p, rows):
         ways = replace(p.config, slots=few), resident_like(p.config)
     bar = tqdm(total=2 * (1 + TEXTS), desc="decoding", unit=" texts", leave=False, disable=None)
     both = [list(_decoded(model, config, bar)) for config in ways]
-    rows += itertools.chain(*both)
+    rows += [*both[0], *both[1]]
     said = (
         f"{prompt['variant']} {TOKENS * len(texts) / sum(row['decode_s'] for row in texts):.3g} "
         f"tok/s, a first token after {prompt['prefill_s']:.2g} s"
@@ -216,7 +210,7 @@ def check(model: str | Path | None = None, file: str | Path | None = None) -> bo
         model = find(model, download=False)
         ModelFacts.of(model, StreamConfig())
     rows, found, settings = [], [], {"model": model and model.name}
-    running = records.Running("check", settings, tabled=False)
+    running = records.Running("check", settings)
     for ok, what, remedy in findings(model, settings, rows if file else None):
         print(f"[{'ok' if ok else 'fail'}] {what}" + ("" if ok else f" -> {remedy}"), flush=True)
         found.append({"ok": ok, "what": what} | ({} if ok else {"remedy": remedy}))

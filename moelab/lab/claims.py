@@ -1,15 +1,16 @@
 """Judge claims of others, which ``data/claims.json`` lists; the verdicts follow from records.
 
-A claim has an ``id``, the ``claim``, its ``source``, the ``notebook`` that shows it, and
-``figures``. ``why`` maps a verdict to its reason. A claim with ``cannot`` (the reason) needs other
-hardware, whatever its figures are. ``figures`` maps a regime's name (where and how it was measured)
-to an expression over ``NAMES`` and to a gate (``least`` or ``most``), fixed before the run.
-The expression gives one count, or samples, whose median gets the interval of ``records.interval``.
+A claim has an ``id``, the ``claim``, its ``source`` (in Markdown), the ``notebook`` that shows it,
+and ``figures``. ``why`` maps a verdict to its reason. A claim with ``cannot`` (the reason) needs
+other hardware, whatever its figures are. ``figures`` maps a regime's name (where and how it was
+measured) to an expression over ``NAMES`` and to a gate (``least`` or ``most``), fixed before the
+run. The expression gives one count, or samples, whose median gets the interval of
+``records.interval``.
 
 A regime confirms its claim if the whole interval keeps to the gate, and refutes it if no part does.
-Else the regime is open, also if its record is missing or only a trial. A gate that asks whether
-there is an effect has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as
-none, so an interval below this bound refutes, too.
+Else the regime is open, also if its record is missing. A gate that asks whether there is an effect
+has an equivalence bound: an effect smaller than ``within`` (a ratio) counts as none, so an interval
+below this bound refutes, too.
 
 A claim names no condition. So one regime refutes it, and more than half of the regimes have to
 confirm it. If some regimes confirm and others refute it, the verdict is ``depends``; else it is
@@ -30,16 +31,6 @@ VERDICTS = "confirmed", "refuted", "depends", "open", "not testable here"
 CONFIRMED, REFUTED, DEPENDS, OPEN, CANNOT = VERDICTS
 # Names that an expression may use, besides ``read``.
 NAMES = {"group": records.group, "of": records.values, "ratio": records.paired}
-# Keys: words in a source's name; the first match counts. Values: the source's address on GitHub.
-SOURCES = {
-    "mlx-swift-lm issue 124": "ml-explore/mlx-swift-lm/issues/124",
-    "dflash issue 91": "z-lab/dflash/issues/91",
-    "DFlash issue 151": "z-lab/dflash/issues/151",
-    "PR 26": "SharpAI/SwiftLM/pull/26",
-    "PR 90": "SharpAI/SwiftLM/pull/90",
-    "SwiftLM": "SharpAI/SwiftLM",
-    "anemll-flash-mlx": "Anemll/anemll-flash-mlx",
-}
 
 
 @dataclass(frozen=True)
@@ -103,7 +94,7 @@ def read() -> list[dict[str, Any]]:
 
 def judge(*claims: dict[str, Any]) -> list[Judged]:
     """Judge claims by figures that are computed from the records; each record is read once."""
-    names = NAMES | {"read": functools.cache(_read)}
+    names = NAMES | {"read": functools.cache(records.read)}
     return [
         Judged(c, [_figure(c, names, *item) for item in c.get("figures", {}).items()])
         for c in claims
@@ -152,14 +143,6 @@ def _missing(error):
     return str(error).partition(":")[0].rpartition("/")[2]
 
 
-def _read(name):
-    """Read a record that may decide a claim."""
-    samples = records.read(name)
-    if "trial" in samples.attrs:
-        raise FileNotFoundError(f"{name} is a trial: {samples.attrs['trial']}")
-    return samples
-
-
 def show(*ids: str) -> None:
     """Show the claims with these ids: verdicts, reasons and links to the sources."""
     there = {claim["id"]: claim for claim in read()}
@@ -167,13 +150,7 @@ def show(*ids: str) -> None:
         raise ValueError(f"expected claims of {', '.join(there)}, got {', '.join(wrong)}")
     told = (
         f"- **{j.claim['id']}, {j.verdict}**: {j.claim['claim'].rstrip('.')}. {j.because} "
-        f"*Source:* {linked(j.claim['source'])}"
+        f"*Source:* {j.claim['source']}"
         for j in judge(*(there[i] for i in ids))
     )
     charts.say("\n".join(told))
-
-
-def linked(source: str) -> str:
-    """Write a source as a link, if its address is known."""
-    found = next((at for words, at in SOURCES.items() if words in source), "")
-    return f"[{source}](https://github.com/{found})" if found else source

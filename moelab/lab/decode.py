@@ -1,9 +1,9 @@
-"""Time decoding, with a draft and without: the loops that the experiments use."""
+"""Decode and time, with a draft, without one, or with given experts: what experiments use."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ import numpy as np
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
-from .. import stats
-from ..commands.drafting import open_draft
+from .. import kernels, stats
 from ..prompt import encode as encode
-from ..speculation.drafts import Draft, ModelDraft
+from ..speculation.drafts import Draft
 from ..speculation.generate import speculative_generate_step
 from ..speculation.policy import Policy
 from ..speculation.sampling import num_accepted as same_tokens  # noqa: F401 (of two texts)
 from ..streaming.counters import Counters
+from ..streaming.layers import expert_layers
+from ..streaming.record import replacing_indices
 from ..streaming.session import is_loaded, session_of
 
 BUILT_IN = ("lookup", "mtp", "self", "oracle")  # drafts that have a name and no folder
@@ -35,9 +36,9 @@ class Decoded:
     prefill_s: float  # seconds of the prompt and of the token after it
     decode_s: float  # seconds of the timed tokens together
     counters: Counters | None  # of the timed tokens; None if mlx-lm loaded the model
-    decode_tokens: int = 0  # how many tokens were timed
+    decode_tokens: int  # how many tokens were timed
     # For each timed round with a draft: drafted and accepted tokens; draft and verify seconds.
-    rounds: list[tuple[int, int, float, float]] = field(default_factory=list)
+    rounds: list[tuple[int, int, float, float]]
 
 
 def read_all_but_last(model: nn.Module, ids: mx.array, cache: list[Any]) -> None:
@@ -185,6 +186,28 @@ def _timed(
     )
 
 
+@contextmanager
+def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
+    """Inside the block, a model uses given experts: ``[T, L, K]`` for each call with T tokens.
+
+    The output means nothing, but reads and speed are those of the given experts. ``record`` records
+    the given experts. A prefetcher that asks the next layer's router gets the router's own choice.
+    """
+    rest, now = iter(calls), None
+
+    def choose(layer, indices):
+        nonlocal now
+        if layer == 0:
+            now = next(rest, None)
+            if now is None:
+                raise ValueError("route_by: expected experts for each call, got too few.")
+        chosen = kernels.to_mlx(now[:, layer].astype(np.uint32)).reshape(indices.shape)
+        return mx.depends(chosen, indices)  # so that the experts still wait for the router
+
+    with replacing_indices([module for _, module in expert_layers(model)], choose):
+        yield
+
+
 class OracleDraft:
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
@@ -215,7 +238,7 @@ class OracleDraft:
         return mx.array(np.where(right, self._tokens[at], self._wrong[at]), mx.uint32)
 
 
-def oracle_share(draft: str | Path) -> float | None:
+def oracle_share(draft: str | Path | None) -> float | None:
     """Return the share of right guesses of ``oracle`` or ``oracle:SHARE``; None for others."""
     word, _, share = str(draft).partition(":")
     if word != "oracle":
@@ -224,13 +247,3 @@ def oracle_share(draft: str | Path) -> float | None:
         if 0 <= (accept := float(share or ACCEPT)) <= 1:
             return accept
     raise ValueError(f"draft {draft!r}: expected a share from 0 to 1, as in oracle:0.7")
-
-
-def open_any(
-    draft: str | Path, model: nn.Module, path: str | Path, kernels: str = "auto"
-) -> Callable[..., Draft]:
-    """Return a function that makes a run's draft from a prompt, the text after it and a seed."""
-    if (accept := oracle_share(draft)) is not None:
-        return lambda ids, text, seed=0: OracleDraft([*ids, *text], accept, seed)
-    opened = ModelDraft(model) if draft == "self" else open_draft(draft, kernels, path)
-    return lambda ids, text, seed=0: opened

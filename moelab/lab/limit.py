@@ -5,7 +5,7 @@ Both limit the new process together with its page cache, and the kernel kills it
 Where neither works, ``NoLimit`` says why.
 
 A page that another process brought into the page cache does not count as this command's memory. So
-drop the files' pages (``oscache.drop_pages``) before a run under a limit.
+drop the files' pages (``machine.drop_pages``) before a run under a limit.
 """
 
 import ctypes
@@ -141,9 +141,11 @@ def main(function: str, arguments: str) -> None:
 def _cgroup(nbytes):
     """Make a cgroup with a limit, in the nearest group in which this process may make one."""
     try:
-        top, own, how = own_cgroup()
+        groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
     except OSError:
         raise OSError("this system has no cgroups") from None
+    how, name, top = (V1, "memory", CGROUPS / "memory") if "memory" in groups else (V2, "", CGROUPS)
+    own = top / groups.get(name, "/").lstrip("/")
     # In version 2 a group with processes cannot limit its children, but a group above it may.
     above = [g for g in (own, *own.parents) if g.is_relative_to(top) and _limits_children(g)]
     whys = []
@@ -164,19 +166,10 @@ def _cgroup(nbytes):
     raise OSError(whys[0] if whys else "no group above this process hands on the memory controller")
 
 
-def own_cgroup() -> tuple[Path, Path, str]:
-    """Return the root of memory's cgroups, this process's own cgroup, and their version."""
-    groups = dict(line.split(":", 2)[1:] for line in OWN_CGROUPS.read_text().splitlines())
-    how, name, top = (V1, "memory", CGROUPS / "memory") if "memory" in groups else (V2, "", CGROUPS)
-    return top, top / groups.get(name, "/").lstrip("/"), how
-
-
 def _limits_children(group):
     """Whether a group of version 2 gives its children the memory controller."""
-    try:
-        return "memory" in (group / "cgroup.subtree_control").read_text().split()
-    except OSError:
-        return False
+    file = group / "cgroup.subtree_control"
+    return file.exists() and "memory" in file.read_text().split()
 
 
 def _remove(group):

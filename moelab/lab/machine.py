@@ -1,4 +1,4 @@
-"""Describe this machine for figures and records, and measure how fast it reads a file."""
+"""Describe this machine for figures and records, drop pages of files, and time reads of a file."""
 
 import functools
 import importlib.metadata
@@ -7,7 +7,6 @@ import platform
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,8 @@ import mlx.core as mx
 from .. import ENGINE
 from ..kernels import code
 from ..memory import memory_limit
-from ..repack import Gain, measure_gain
-from ..streaming.facts import ModelFacts
 from ..streaming.reading import native
-from ..streaming.reading.reader import Reader
 from ..system import HERE
-from .oscache import drop_pages
 
 READ_NBYTES = 1 << 20  # about one expert of a large model
 
@@ -74,6 +69,28 @@ def made(card: dict[str, Any]) -> str:
     return card["date"] + (f" by engine {engine} of {ENGINE}" if engine < ENGINE else "")
 
 
+def drop_pages(path: str | Path) -> str:
+    """Drop the pages of a file, or of a folder's tensor files, as far as possible without root.
+
+    Returns how this was done, for the record of a cold measurement. On Linux, pages that are not
+    yet written to the disk stay.
+    """
+    how = "no file"
+    for file in Path(path).glob("*.safetensors") if os.path.isdir(path) else [path]:
+        with open(file, "rb") as f:
+            how = HERE.drop_pages(f.fileno())
+    return how
+
+
+def disk_read_nbytes() -> int | None:
+    """Return the bytes read from the disk for this process; None if the system does not say."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
 def read_speed(
     path: str | Path,
     cold: bool,
@@ -108,11 +125,3 @@ def read_speed(
             return total / (time.perf_counter() - started)
     finally:
         os.close(fd)
-
-
-def cold_gain(facts: ModelFacts, direct: bool) -> Gain | None:
-    """Measure a repack's gain with no expert in memory; ``direct`` reads past the page cache."""
-    for file in {file for t in facts.located.values() for file in t.files} if not direct else ():
-        drop_pages(file)
-    with closing(Reader(direct=direct)) as reader:
-        return measure_gain(facts, reader)

@@ -4,7 +4,7 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
-from ..checkpoint import temporary_folder
+from ..checkpoint import Checkpoint, temporary_folder
 from ..configs import CONFIGS, one_of
 from ..memory import Most
 from ..streaming.config import MOST_NBYTES, StreamConfig
@@ -34,6 +34,16 @@ def _facts(name, bits):
     with temporary_folder() as path:
         write_headers(path, CONFIGS[name], bits)
         return ModelFacts.of(path, CONFIG)
+
+
+def repack_hint(path: str | Path, plan: Plan) -> str:
+    """Say what ``repack`` does, for a model that is not repacked and not all in slots; or ""."""
+    if plan.slots == plan.num_experts or Checkpoint(path).packed:
+        return ""
+    return (
+        "a repacked copy (python -m moelab repack) takes one read for an expert; `bench --packed` "
+        "shows what it gains"
+    )
 
 
 def settings_of(plan: Plan) -> dict[str, int]:

@@ -4,8 +4,8 @@ A recorded run is ``data/results/NAME.json``. A record is a header (kind, comman
 load, settings) and flat ``rows``, one for each sample. A file's ``texts`` keep each list of tokens
 once, and rows refer to a list by its number. ``interleave`` measures a record, ``read`` reads it as
 a table, ``group`` and ``ratios`` summarize a table, ``together`` joins tables, ``save`` writes a
-table as a record. A record with ``trial`` in its header can be read, but decides no claim. Each
-header in ``data/results`` says what the record shows and how ``data/recipes/records.py`` makes it.
+table as a record. Each header in ``data/results`` says what the record shows and how
+``data/recipes/records.py`` makes it.
 """
 
 import functools
@@ -99,7 +99,7 @@ def as_json(samples: "DataFrame") -> dict[str, Any]:
 def read(name: str, disturbed: bool = False) -> "DataFrame":
     """Read a record as a table; ``name`` is NAME of ``data/results/NAME.json``, or a path.
 
-    A disturbed or cut-off run is refused unless ``disturbed`` is true or its header has ``trial``.
+    A disturbed or cut-off run is refused unless ``disturbed`` is true.
     """
     path = Path(name) if name.endswith(".json") else shipped("results", f"{name}.json")
     if not path.is_file():
@@ -111,7 +111,7 @@ def read(name: str, disturbed: bool = False) -> "DataFrame":
             f"{name}: expected a record with settings and rows, got kind {found.get('kind')!r}."
         )
     spoilt = found.get("partial") or found.get("load", {}).get("disturbed")
-    if spoilt and not (disturbed or "trial" in found):
+    if spoilt and not disturbed:
         what = "was cut off" if found.get("partial") else "was disturbed (see load in its header)"
         raise ValueError(
             f"{name}: expected a whole, undisturbed run, got one that {what}. Measure again, or "
@@ -211,15 +211,15 @@ def busy(load: Mapping[str, Any]) -> str:
     return f"DISTURBED: {', '.join(told)}" if load.get("disturbed") else ""
 
 
-def m(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
-    """Write the median of some samples, each multiplied by ``scale``."""
-    return format(np.median(samples) * scale, form)
+def m(samples: Sequence[float], form: str = ".2f") -> str:
+    """Write the median of some samples."""
+    return format(np.median(samples), form)
 
 
 def q(samples: Sequence[float], form: str = ".2f", scale: float = 1) -> str:
     """Write the median of some samples and their quartiles: ``"1.5 [1.0, 2.0]"``."""
-    low, mid, high = (format(v * scale, form) for v in np.percentile(samples, (25, 50, 75)))
-    return f"{mid} [{low}, {high}]"
+    low, mid, high = np.percentile(samples, (25, 50, 75)) * scale
+    return f"{mid:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def interval(samples: Sequence[float]) -> dict[str, float]:
@@ -264,6 +264,7 @@ def interleave(
     whose row says ``killed`` is not run again. ``warmup`` rounds are not kept: one by default, none
     with ``MOELAB_FAST=1``.
     """
+    pandas()  # if it is missing, fail before any work
     given = {"runs": runs, "warmup_rounds": warmup}
     running, order = Running(kind, (settings or {}) | given), random.Random(0)
     rows, killed, total = [], set(), (warmup + runs) * len(variants)
@@ -295,10 +296,7 @@ def _row(run, i):
 class Running:
     """A run in progress: the header of its record, and how busy the machine is meanwhile."""
 
-    def __init__(self, kind: str, settings: dict[str, Any] | None = None, tabled: bool = True):
-        if tabled:
-            pandas()  # if it is missing, fail before any work
-        self.average = list(os.getloadavg())
+    def __init__(self, kind: str, settings: dict[str, Any] | None = None):
         self.begin, self.others_s = time.monotonic(), _others_s()
         self.header = {
             "kind": kind,
@@ -314,23 +312,16 @@ class Running:
     def record(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Return the record of ``rows``, with the machine's load since the run began.
 
-        ``load`` has the load averages before the run, the cores that other processes and other
-        virtual machines used during the run, the clock rate, the ``drift``, and whether other
-        processes or the drift disturbed the run. A run that has no times is never disturbed.
+        ``load`` has the cores that other processes and other virtual machines used during the run,
+        the ``drift``, and whether these disturbed the run. A run without times never is.
         """
         took_s = max(time.monotonic() - self.begin, 1e-9)
-        others, steal = (max(0.0, b - a) / took_s for a, b in zip(self.others_s, _others_s()))
+        others = max(0.0, _others_s() - self.others_s) / took_s
         is_timed = any(name.endswith(("seconds", "_s")) for row in rows for name in row)
-        shifted, clock_mhz = drift(rows), 0
-        # A virtual machine has no clock rate. On an M5, psutil raises SystemError (issue 2841).
-        with suppress(AttributeError, OSError, RuntimeError, SystemError):
-            clock_mhz = psutil.cpu_freq().current
+        shifted = drift(rows)
         much = others > DISTURBED * self.header["machine"]["cores"] or shifted > DISTURBED
         load = {
-            "average_before": self.average,
             "cores_of_others": round(others, 3),
-            "cores_stolen": round(steal, 3),
-            "clock_mhz": round(clock_mhz) if clock_mhz > 100 else None,  # GHz on an M4 (issue 2642)
             "drift": round(shifted, 3),
             "disturbed": is_timed and much,
         }
@@ -344,11 +335,11 @@ def _unrooted(word):
 
 
 def _others_s():
-    """Return CPU seconds since boot used by others, and those of other virtual machines alone."""
+    """Return the CPU seconds since boot of other processes and other virtual machines."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return busy - sum(u.ru_utime + u.ru_stime for u in own), getattr(total, "steal", 0.0)
+    return busy - sum(u.ru_utime + u.ru_stime for u in own)
 
 
 def drift(rows: list[dict[str, Any]]) -> float:

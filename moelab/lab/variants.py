@@ -15,12 +15,14 @@ from mlx_lm.sample_utils import make_sampler
 
 from .. import StreamConfig, footprint, load, record
 from ..checkpoint import Checkpoint
+from ..commands.drafting import open_draft
+from ..speculation.drafts import ModelDraft
 from ..streaming.config import SLOT_MODES
 from ..streaming.session import session_of
 from ..streaming.trace import Trace
-from . import oscache
+from . import machine
 from .arguments import Evicting
-from .decode import decode, decode_drafted, encode, open_any, oracle_share
+from .decode import OracleDraft, decode, decode_drafted, encode, oracle_share
 from .models import folder
 
 RESIDENT = "resident, no limit"  # the baseline of runs under a limit
@@ -72,7 +74,7 @@ def resident_like(base: StreamConfig) -> StreamConfig:
 def crossed(
     configs: Mapping[str, StreamConfig],
     limits: Sequence[int | None] = (None,),
-    draft: str | Sequence[str] | None = None,
+    drafts: Sequence[str] = (),
     lengths: Sequence[int | str] = (),
     direct: Sequence[bool | None] = (None,),
     layouts: Mapping[str, str | Path | None] = {"": None},
@@ -83,10 +85,9 @@ def crossed(
     Keys are the variants' names. With drafts, each combination is also made without a draft. With a
     limit, ``RESIDENT`` is added. Modes without slots read only through the page cache.
     """
-    given = [draft] if isinstance(draft, str) else draft or []
-    out, drafts = {}, [None, *product(given, lengths)]
-    every = product(configs.items(), layouts.items(), limits, direct, drafts)
-    for (name, config), (layout, path), limit_nbytes, past, drafted in every:
+    out, rounds = {}, [(None, "auto"), *product(drafts, lengths)]
+    every = product(configs.items(), layouts.items(), limits, direct, rounds)
+    for (name, config), (layout, path), limit_nbytes, past, (draft, n) in every:
         if past and config.mode not in SLOT_MODES:
             continue
         past = past if config.mode in SLOT_MODES else None
@@ -95,12 +96,11 @@ def crossed(
         words = [name, layout]
         words += [f"{limit_nbytes / 1e6:.0f} MB"] if limit_nbytes else []
         words += [] if past is None else ["past the page cache" if past else "page cache"]
-        own, n = drafted or (None, "auto")
-        words += [own] if drafted and len(given) > 1 else []
-        words += [] if drafted is None else ["policy" if n == "auto" else f"{n} drafts"]
-        made = Variant(config, path, limit_nbytes, draft=own, num_drafts=n, cold=cold)
+        words += [draft] if draft and len(drafts) > 1 else []
+        words += ["policy" if n == "auto" else f"{n} drafts"] if draft else []
+        made = Variant(config, path, limit_nbytes, draft, n, cold)
         out[", ".join(filter(None, words))] = made
-    if any(limits) and configs:
+    if any(limits):
         out = {RESIDENT: Variant(resident_like(next(iter(configs.values()))))} | out
     return out
 
@@ -126,16 +126,18 @@ class Opened:
         self.variant, self.path = variant, folder(variant.path) if variant.path else path
         before = mx.get_active_memory()
         self.model, self.tokenizer = load(self.path, variant.config)
-        self.make_draft = None
-        if variant.draft:
-            self.make_draft = open_any(variant.draft, self.model, self.path, variant.config.kernels)
+        self.draft, self.share = None, oracle_share(variant.draft)
+        if variant.draft == "self":
+            self.draft = ModelDraft(self.model)
+        elif self.share is None:
+            self.draft = open_draft(variant.draft, variant.config.kernels, self.path)
         self.nbytes = mx.get_active_memory() - before
         self.predicted_nbytes = footprint(self.path, session_of(self.model).config).total_nbytes
 
     def sample(self, prompt, tokens, warmup, feed, temp, seed) -> dict[str, Any]:
         """Run once; return the row's columns."""
         model, variant, disk = self.model, self.variant, []
-        drop = partial(oscache.drop_pages, self.path) if variant.cold != "no" else None
+        drop = partial(machine.drop_pages, self.path) if variant.cold != "no" else None
         if feed:
             ids, fed = texts_of(feed, warmup + tokens, self.path)
         else:
@@ -147,27 +149,27 @@ class Opened:
                 decode(model, ids, **amount, feed=fed)
             session_of(model).prefetcher.set_trace(trace)
             if drop or variant.limit_nbytes:  # drop the pages that recording the trace read
-                oscache.drop_pages(self.path)
+                machine.drop_pages(self.path)
 
         def before_clock():
             if drop:
                 drop()
-            disk.append(oscache.disk_read_nbytes())
+            disk.append(machine.disk_read_nbytes())
 
         sampled = {**amount, "sampler": make_sampler(temp) if temp else None}
         run = partial(decode, feed=fed, before_token=drop if variant.cold == "token" else None)
-        if self.make_draft:
-            text = fed or []
-            if fed is None and oracle_share(variant.draft) is not None:  # an oracle needs the text
+        if variant.draft:
+            draft = self.draft
+            if self.share is not None:  # an oracle needs the text
                 mx.random.seed(seed)
-                text = decode(model, ids, **sampled).tokens
-            draft = self.make_draft(ids, text, seed)
+                text = fed or decode(model, ids, **sampled).tokens
+                draft = OracleDraft([*ids, *text], self.share, seed)
             run = partial(decode_drafted, draft=draft, num_drafts=variant.num_drafts, feed=fed)
         mx.random.seed(seed)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         ran = run(model, ids, **sampled, before_clock=before_clock, before_prompt=drop)
-        disk.append(oscache.disk_read_nbytes())
+        disk.append(machine.disk_read_nbytes())
         plan, row = session_of(model).plan, vars(ran) | asdict(ran.counters)
         del row["counters"], row["rounds"]
         row |= {

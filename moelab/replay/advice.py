@@ -1,4 +1,4 @@
-"""Decide from given numbers how to stream a model: with which slots and layout."""
+"""Decide from given numbers how to stream a model: with which slots, and how to read."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..repack import Gain
 from ..streaming.config import StreamConfig
 from ..streaming.plan import Plan
 from ..streaming.trace import Trace
@@ -18,8 +17,6 @@ from .pagecache import Replay, replay
 # Mac (no reads past the page cache), that with the fewest slots is taken: too many slots cost more
 # than too few.
 EQUAL = 0.02
-# A repack that saves a smaller share of a token's time is not worth a second copy of the file.
-WORTH_A_COPY = 0.03
 NUM_SLOTS = 12  # as many are compared if none are given
 
 
@@ -37,11 +34,10 @@ class Advice:
 
     config: StreamConfig
     direct: bool  # whether experts should be read past the page cache
-    layout: str  # ``as it is``, or ``packed`` as ``python -m moelab repack`` writes it
-    token_s: float  # predicted seconds of a decoded token with this config and layout
+    token_s: float  # predicted seconds of a decoded token with this config
     memory_nbytes: float  # the advice is for this memory, page cache included
-    chosen: Replay  # the replay of this config and layout, without prefetch
-    settings: dict[Setting, Replay]  # every setting, in the present layout, without prefetch
+    chosen: Replay  # the replay of this config, without prefetch
+    settings: dict[Setting, Replay]  # every setting, without prefetch
     why: tuple[str, ...]  # the reasons, one a sentence
 
     def __str__(self):
@@ -50,12 +46,10 @@ class Advice:
             memory = f"with {self.memory_nbytes / 1e9:.2f} GB for the process and its page cache:"
         lines = [
             memory,
-            f"  mode={c.mode} slots={c.slots}, reads {_way(self.direct)}, layout "
-            f"{self.layout}: {self.token_s * 1e3:.1f} ms a token, {1 / self.token_s:.1f} tok/s "
-            "predicted",
+            f"  mode={c.mode} slots={c.slots}, reads {_way(self.direct)}: "
+            f"{self.token_s * 1e3:.1f} ms a token, {1 / self.token_s:.1f} tok/s predicted",
             *(f"  - {line}" for line in self.why),
-            "other slots, without prefetch, in the present layout (<: chosen; page cache: the "
-            "memory left for it):",
+            "other slots, without prefetch (<: chosen; page cache: the memory left for it):",
             f"{'slots':>6} {'ms/token':>9} {'in a slot':>9} {'page cache':>10} "
             f"{'SSD, MB/token':>13}",
         ]
@@ -79,12 +73,11 @@ def advise(
     costs: Costs,
     slots: list[int] | None = None,
     policy: str = StreamConfig().policy,
-    packed_gain: Gain | None = None,
 ) -> Advice:
-    """Choose slots and layout by replaying a trace, without prefetch.
+    """Choose slots by replaying a trace, without prefetch.
 
     ``memory_nbytes`` is for the process and its page cache (inf: no limit). The first half of the
-    trace only fills the caches. ``packed_gain`` is None if experts lie in one piece already.
+    trace only fills the caches.
     """
     K, E, most = plan.top_k, plan.num_experts, plan.fits(memory_nbytes)
     if slots is None:
@@ -111,27 +104,13 @@ def advise(
         if other.slots == n and other != picked:
             way = _way(other.direct)
             why.append(f"Reads {way} change a token's time by {r.mean_s / chosen.mean_s - 1:+.1%}.")
-    layout = "packed"
-    if packed_gain is None:
-        why.append("Each expert lies in one piece already.")
-    else:
-        faster = costs.faster_disk(packed_gain.quartiles[1])
-        packed = replay_settings(plan, memory_nbytes, trace, faster, [picked], skip)[picked]
-        saved = 1 - packed.mean_s / chosen.mean_s
-        why.append(
-            f"Layout: {packed_gain}: `python -m moelab repack MODEL OUT` would save {saved:.1%} of "
-            f"a token, {'' if saved >= WORTH_A_COPY else 'not '}worth a second copy."
-        )
-        chosen, layout = (packed, "packed") if saved >= WORTH_A_COPY else (chosen, "as it is")
     if most == E:
         why.append(
             "All of the model fits: compare mode='resident', which reads nothing and never waits "
             "for the routing (python -m moelab bench)."
         )
     config = StreamConfig(slots=n)
-    return Advice(
-        config, direct, layout, chosen.mean_s, memory_nbytes, chosen, settings, tuple(why)
-    )
+    return Advice(config, direct, chosen.mean_s, memory_nbytes, chosen, settings, tuple(why))
 
 
 def replay_settings(

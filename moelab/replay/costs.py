@@ -58,11 +58,3 @@ class Costs:
             warm_s_per_byte=self.warm_s_per_byte / factor,
             warm_call_s=self.warm_call_s / factor,
         )
-
-    def faster_disk(self, factor: float) -> "Costs":
-        """The costs with a disk of ``factor`` times the bandwidth."""
-        return replace(
-            self,
-            cold_s_per_byte=self.cold_s_per_byte / factor,
-            direct_s_per_byte=self.direct_s_per_byte / factor,
-        )

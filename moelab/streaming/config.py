@@ -237,28 +237,22 @@ class StreamConfig:
         ``MLX_MOE_CACHE_SLOTS`` or ``TEND_MOE_CACHE_SLOTS`` chooses the slots, and
         ``SWIFTLM_TOP_K`` chooses the top-k. ``fields`` override the variables.
         """
-        given = {}  # for each field, the numbers of the variables that are set
-        for variable, name in ENVIRONMENT.items():
-            least, most = OPTIONS[name].bounds or (0, 1)
-            if (text := os.environ.get(variable)) is None:
-                continue
+        given = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        for variable, text in given.items():
+            least, most = OPTIONS[ENVIRONMENT[variable]].bounds or (0, 1)
             if not text.strip().isdecimal() or not least <= int(text) <= most:
                 raise ValueError(
                     f"{variable}: expected a whole number from {least} to {most}, got {text!r}."
                 )
-            given.setdefault(name, {})[variable] = int(text)
-        modes, found = given.pop("mode", {}), {"mode": "buffers"}
-        if modes.get("MLX_MOE_STACKED"):
-            found["mode"] = "fused" if modes.get("MLX_MOE_FUSE_GATEUP") else "stacked"
-        elif modes.get("MLX_MOE_FUSE_GATEUP"):
+        stacked, fused = (int(given.pop(v, 0)) for v in [*ENVIRONMENT][:2])
+        if fused and not stacked:
             raise ValueError("MLX_MOE_FUSE_GATEUP=1 needs MLX_MOE_STACKED=1 as well.")
-        for name, numbers in given.items():
-            if len({*numbers.values()}) > 1:
-                raise ValueError(
-                    f"{' and '.join(f'{v}={n}' for v, n in numbers.items())}: expected the same "
-                    f"{name} in both. Unset one."
-                )
-            found[name] = min(numbers.values())
+        found = {"mode": "fused" if fused else "stacked" if stacked else "buffers"}
+        for variable, text in given.items():
+            name = ENVIRONMENT[variable]
+            if found.setdefault(name, int(text)) != int(text):
+                both = " and ".join(f"{v}={t}" for v, t in given.items() if ENVIRONMENT[v] == name)
+                raise ValueError(f"{both}: expected the same {name} in both. Unset one.")
         return cls(**found | fields)
 
 

@@ -150,7 +150,7 @@ class Mailbox:
         self._address = mx.array(np.array([address + size, address], np.uint64))
         self._one = mx.zeros(1, mx.uint32)
         mx.eval(self._address, self._one)
-        self._posted = self._sent = None
+        self._posted = self.sent = None
 
     def post(self, indices: mx.array, after: mx.array) -> None:
         """Begin to compute ``after``, then post up to ``MAILBOX_SIZE`` indices for ``collect``."""
@@ -168,7 +168,7 @@ class Mailbox:
             if time.perf_counter() > end:
                 mx.eval(self._posted)
             time.sleep(0)  # lets other threads run
-        self._posted = self._sent = None  # the numbers sent before have been received
+        self._posted = self.sent = None  # the numbers sent before have been received
         return words[1 : 1 + indices.size].reshape(indices.shape).copy()
 
     def send(
@@ -190,14 +190,14 @@ class Mailbox:
         self._list[: 2 + len(words)] = (len(copies), chunk, *words)
         self._words[1 : 1 + numbers.size] = numbers.ravel()
         after = indices if after is None else after
-        self._sent = kernel("send", "const void* after, const word* address", "slots", _SEND)(
+        self.sent = kernel("send", "const void* after, const word* address", "slots", _SEND)(
             indices,
             after,
             self._address,
             output_shapes=[indices.shape],
             **launch(min(NUM_COPYING, max(1, chunk))),
         )[0]
-        return self._sent
+        return self.sent
 
     def copy(self, copies: list[Copy], after: mx.array | None = None) -> mx.array:
         """Copy (at most ``MAX_COPIES``) after ``after``; return a zero ``[1]`` that needs them."""
@@ -205,13 +205,9 @@ class Mailbox:
 
     def wait(self) -> None:
         """Wait until the numbers sent last have been received."""
-        if self._sent is not None:
-            mx.eval(self._sent)
-            self._sent = None
-
-    def forget(self) -> None:
-        """Forget the array that was sent last: nothing computes that array after an error."""
-        self._sent = None
+        if self.sent is not None:
+            mx.eval(self.sent)
+            self.sent = None
 
 
 class Handover:

@@ -1,7 +1,8 @@
 """Embedding tables that stay on disk: a token needs only a few rows of an n-gram table."""
 
+from bisect import bisect_right
 from collections import OrderedDict
-from types import SimpleNamespace
+from itertools import accumulate
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,22 +24,24 @@ class DiskEmbedding(nn.Module):
 
     def __init__(self, shards: list[nn.Module], places: list[dict[str, Tensor]], dims: int):
         super().__init__()
-        self._table, self._hot = _Places(shards, places), OrderedDict()
-        self._dims, self._packing = dims, None
-        if hasattr(shards[0], "bits"):
-            names = "group_size", "bits", "mode"
-            self._packing = SimpleNamespace(**{name: getattr(shards[0], name) for name in names})
-        self._reader, self._dtype = None, mx.float32
+        # The first row of each shard, the shard's tensors by parameter name, and a row's bytes.
+        self._starts = [*accumulate((len(shard.weight) for shard in shards), initial=0)]
+        self._places = places
+        self._sizes = {n: t.nbytes // t.shape[0] for n, t in places[0].items()}
+        self._row_nbytes, self._dims = sum(self._sizes.values()), dims
+        packing = "group_size", "bits", "mode"
+        self._packing = {n: getattr(shards[0], n) for n in packing if hasattr(shards[0], n)}
+        self._hot, self._reader, self._dtype = OrderedDict(), None, mx.float32
 
     @property
     def hot_nbytes(self) -> int:
         """The most bytes that the rows in memory take."""
-        table = self._table
-        return min(HOT_NBYTES, int(table.starts[-1]) * (table.row_nbytes + ROW_NBYTES))
+        return min(HOT_NBYTES, self._starts[-1] * (self._row_nbytes + ROW_NBYTES))
 
     def open(self, reader: Reader, dtype: mx.Dtype) -> None:
         """Read rows with ``reader`` from now on, and return them in ``dtype``."""
-        self._table.open(reader)
+        for tensor in (t for shard in self._places for t in shard.values()):
+            reader.open(tensor.file)
         self._reader, self._dtype = reader, dtype
 
     def __call__(self, ids: mx.array) -> mx.array:
@@ -46,62 +49,43 @@ class DiskEmbedding(nn.Module):
         if self._reader is None:
             return mx.zeros((*ids.shape, self._dims), self._dtype)
         rows, which = np.unique(np.array(ids), return_inverse=True)
-        parts = self._table.arrays(self._read(rows.tolist()))
-        parts = {n: a if a.dtype == mx.uint32 else a.astype(self._dtype) for n, a in parts.items()}
+        ends, parts = np.cumsum([*self._sizes.values()]), {}
+        columns = np.split(self._read(rows.tolist()), ends[:-1], axis=1)
+        for (name, tensor), part in zip(self._places[0].items(), columns):
+            a = mx.array(np.ascontiguousarray(part)).view(tensor.dtype)
+            parts[name] = a if a.dtype == mx.uint32 else a.astype(self._dtype)
         y = parts.pop("weight")
-        if self._packing is not None:
-            y = mx.dequantize(y, **parts, **vars(self._packing))
+        if self._packing:
+            y = mx.dequantize(y, **parts, **self._packing)
         return y[mx.array(which)].reshape(*ids.shape, self._dims)
 
     def _read(self, rows):
         """Return bytes ``[n, row]`` of distinct rows, from memory if used lately, or from disk."""
-        table, hot = self._table, self._hot
+        hot, row_nbytes = self._hot, self._row_nbytes
         cold = [row for row in rows if row not in hot]
-        arrived = np.empty((len(cold), table.row_nbytes), np.uint8)
+        arrived = np.empty((len(cold), row_nbytes), np.uint8)
         if cold:
-            self._reader.read(Ranges.of([*table.reads(cold, arrived)]))
+            self._reader.read(Ranges.of([*self._reads(cold, arrived)]))
         hot.update(zip(cold, map(bytes, arrived)))
         for row in rows:
             hot.move_to_end(row)
         found = np.frombuffer(b"".join([hot[row] for row in rows]), np.uint8)
-        while len(hot) > HOT_NBYTES // (table.row_nbytes + ROW_NBYTES):
+        while len(hot) > HOT_NBYTES // (row_nbytes + ROW_NBYTES):
             hot.popitem(last=False)
-        return found.reshape(len(rows), table.row_nbytes)
+        return found.reshape(len(rows), row_nbytes)
 
-
-class _Places:
-    """Finds a table's rows on disk. ``places`` has each shard's tensors by parameter name."""
-
-    def __init__(self, shards, places):
-        self.starts = np.cumsum([0] + [len(shard.weight) for shard in shards])
-        self.places, self.files = places, {}
-        self.sizes = {n: t.nbytes // t.shape[0] for n, t in places[0].items()}
-        self.row_nbytes = sum(self.sizes.values())
-
-    def open(self, reader):
-        self.files = {t.file: reader.open(t.file) for p in self.places for t in p.values()}
-
-    def reads(self, rows, into):
+    def _reads(self, rows, into):
         """Yield reads of rows into memory ``[n, row_nbytes]``, in the form for ``Ranges.of``."""
-        if not 0 <= rows[0] <= rows[-1] < self.starts[-1]:
-            raise IndexError(f"expected rows from 0 to {self.starts[-1] - 1}, got {rows[-1]}")
+        starts, sizes, places = self._starts, self._sizes, self._places
+        if not 0 <= rows[0] <= rows[-1] < starts[-1]:
+            raise IndexError(f"expected rows from 0 to {starts[-1] - 1}, got {rows[-1]}")
         for row, memory in zip(rows, into):
-            shard = int(np.searchsorted(self.starts, row, "right")) - 1
-            at = 0
-            for name, size in self.sizes.items():
-                tensor = self.places[shard][name]
-                offset = tensor.offset + (row - int(self.starts[shard])) * size
-                yield self.files[tensor.file], offset, [memoryview(memory[at : at + size])]
+            shard, at = bisect_right(starts, row) - 1, 0
+            for name, size in sizes.items():
+                tensor = places[shard][name]
+                offset = tensor.offset + (row - starts[shard]) * size
+                yield self._reader.open(tensor.file), offset, [memoryview(memory[at : at + size])]
                 at += size
-
-    def arrays(self, rows):
-        """Turn the bytes ``[n, row_nbytes]`` of n rows into the parameters ``[n, ...]``."""
-        ends = np.cumsum([*self.sizes.values()])
-        parts = zip(self.places[0].items(), np.split(rows, ends[:-1], axis=1))
-        return {
-            name: mx.array(np.ascontiguousarray(part)).view(tensor.dtype)
-            for (name, tensor), part in parts
-        }
 
 
 def keep_on_disk(model: nn.Module, checkpoint: Checkpoint) -> None:

@@ -143,20 +143,13 @@ def facts_of(
     # Additive biases and tensor-wide scales stay in memory: they are small beside matrices.
     resident = [name for name, p in every.items() if not streams or p.ndim <= 2]
     in_slots = every.keys() - resident
-    sizes = [sum(p.nbytes for p in named.values()) for named in parameters.values()]
-    layers = [
-        slot_nbytes(path, named, {n: t for n, t in located.items() if n in in_slots})
-        for path, named in parameters.items()
-    ]
+    in_files = {name: t for name, t in located.items() if name in in_slots}
+    layers = [slot_nbytes(path, named, in_files) for path, named in parameters.items()]
     counts = [num_experts(module) for module in modules.values()]
     kept_of = {"resident": max(counts, default=0), "serial": 1, "buffers": top_k}
     first = next(iter(modules), None)
-    linears = [
-        {linear: module[linear] for linear in {name.split(".")[0] for name in parameters[path]}}
-        for path, module in modules.items()
-    ]
     dtype = _activation_dtype(model)
-    token = _token_values(model, linears, checkpoint, config, top_k) * dtype.size
+    token = _token_values(model, modules, checkpoint, config, top_k) * dtype.size
     each = few = 0  # bytes of logits: of one token, of FEW_TOKENS; fast kernels also copy them
     if config.kernels == "fast" and logits is not None:
         each = 2 * logits.shape[-1] * dtype.size
@@ -173,7 +166,7 @@ def facts_of(
         expert_nbytes=sum(t.nbytes for name, t in located.items() if name.startswith(f"{first}.")),
         layers_nbytes=tuple(layers),
         path=checkpoint.path,
-        located={name: t for name, t in located.items() if name in in_slots},
+        located=in_files,
         resident=tuple(resident),
         scattered=tuple(name for name in every if name in in_slots and name not in located),
         slots=kept_of.get(config.mode, 0 if config.asks_for_slots else config.slots),
@@ -181,7 +174,7 @@ def facts_of(
         dtype=dtype,
         table_nbytes=0 if is_tied else sum(t.nbytes for n, t in tensors.items() if "embed" in n),
         backbone_nbytes=sum(p.nbytes for _, p in tree_flatten(model.parameters()))
-        - sum(sizes)
+        - sum(p.nbytes for p in every.values())
         + sum(m.hot_nbytes for m in model.modules() if isinstance(m, DiskEmbedding)),
         resident_nbytes=sum(every[name].nbytes for name in resident) if streams else 0,
         caches_nbytes=0 if logits is None else grown_nbytes(caches, config.context),
@@ -224,17 +217,18 @@ def _grown(cache, context):
     return cache.nbytes
 
 
-def _token_values(model, linears, checkpoint, config, top_k):
+def _token_values(model, modules, checkpoint, config, top_k):
     """Estimate a token's values in the largest layer: 10 to 30% more than was measured."""
     fast, most = config.kernels == "fast", 0
     text = checkpoint.config.get("text_config") or checkpoint.config
     given = (text.get(key) for key in ("num_attention_heads", "hidden_size"))
     heads, width = (n if isinstance(n, int) else 0 for n in given)
-    for named in linears:
-        inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in named.values()))
-        D = named.get("down_proj", named.get("fc2")).output_dims
+    for module in modules.values():
+        linears = [module[n] for n in {name.split(".")[0] for name in expert_parameters(module)}]
+        inputs, outputs = zip(*((m.input_dims, m.output_dims) for m in linears))
+        D = module["fc2" if "fc2" in module else "down_proj"].output_dims
         width = max(width, D)  # some families' experts have a smaller width than their model
-        if fast and all(kernels.fits(m) and "bias" not in m for m in named.values()):
+        if fast and all(kernels.fits(m) and "bias" not in m for m in linears):
             # One call of the kernels keeps its result and those of gate and up; the input of the
             # last matrix takes as much memory as the results of gate and up.
             pairs = D + 2 * (sum(outputs) - D)

@@ -16,6 +16,7 @@ from ..system import on_cuda, on_metal
 from .facts import FEW_TOKENS
 from .fused import SORTED_ROWS, can_fuse
 from .residency.bank import SlotBank
+from .residency.layer import LayerSlots
 from .residency.residency import Arrived, Pairs
 from .session import Session
 
@@ -138,11 +139,15 @@ class Stacked(StreamedExperts, kernels.FastExperts):
     def __init__(self, module, path, layer, session):
         super().__init__(module, path, layer, session)
         take = partial(self._take_bank, fuse=session.config.mode == "fused" and can_fuse(module))
-        self.slots = session.residency.add(take, self.num_experts, self.owned, session.config)
+        given = self.num_experts, self.owned, session.config, session.reader, session.counting
+        self.slots = LayerSlots(take, *given)
+        session.residency.layers.append(self.slots)
 
     def read(self, experts: list[int]) -> None:
         """Read at most S distinct experts into slots as a call does; compute nothing."""
-        self.session.residency.read(self.index, experts)
+        self.slots.report()
+        self.slots.collect(experts)
+        self.slots.read(self.slots.choose(experts)[1])
 
     def all_matrices(self):
         """The matrices of all slots, for a block's kernels; None: the block must call the layer."""

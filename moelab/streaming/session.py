@@ -60,7 +60,6 @@ class Session:
             name: replace(t, files=[self.reader.open(f) for f in t.files])
             for name, t in facts.located.items()
         }
-        self._on_metal, self._num_experts = on_metal(), facts.num_experts
         self.counting = Counting(found)
         # A CPU takes about as long to compute an expert as to read it; a GPU takes far less.
         overlap = mx.default_device() == mx.cpu
@@ -87,9 +86,9 @@ class Session:
     @property
     def _lacks_slots(self):
         """Whether Metal computes experts in parts, since some have no slot."""
-        if not self._on_metal or self.config.mode == "resident":
+        if not on_metal() or self.config.mode == "resident":
             return False
-        return self.config.mode not in SLOT_MODES or self.room.slots < self._num_experts
+        return self.config.mode not in SLOT_MODES or self.room.slots < self.facts.num_experts
 
     @contextmanager
     def call(self) -> Iterator[None]:

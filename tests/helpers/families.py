@@ -1,8 +1,7 @@
 """Every mlx-lm family built on SwitchGLU or SwitchMLP, as a tiny random checkpoint.
 
-    FAMILIES[name]                          how a small model of the family is configured
-    NOT_STREAMED[name]                      the same for a family that moelab refuses
-    write_checkpoint(name, path)            the checkpoint on disk, in mlx-lm's own layout
+    FAMILIES[name]                  how a small model of the family is configured
+    write_checkpoint(name, path)    the checkpoint on disk, in mlx-lm's own layout
 
 ``tests/streaming/test_families.py`` fails while mlx-lm has a family that is not listed here. For
 a new one add an entry to ``FAMILIES`` with what its config.json needs beyond ``COMMON``; the test
@@ -20,7 +19,6 @@ import importlib
 import io
 import json
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,8 +26,9 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from moelab.experts import expert_modules
 from moelab.streaming.build import TOP_K_KEYS
 
 D, F, E, K, VOCAB = 64, 64, 8, 2, 96
@@ -90,99 +89,80 @@ COMMON = {
 # A family with one of these names for K does not get the usual name of K from ``COMMON``.
 OWN_TOP_K_KEYS = {*TOP_K_KEYS} - {"num_experts_per_tok", "experts_per_token"}
 
-
-@dataclass(frozen=True)
-class Family:
-    """Keys of a config.json (``config``) and its ``text_config`` (``text``) besides ``COMMON``."""
-
-    config: dict = field(default_factory=dict)
-    text: dict | None = None
-
-    def build_config(self, model_type: str) -> dict:
-        own = self.config if self.text is None else self.text
-        inner = {**COMMON, "model_type": model_type, **own}
-        if own.keys() & OWN_TOP_K_KEYS:
-            del inner["num_experts_per_tok"]
-        outer = {"model_type": model_type, "text_config": inner, **self.config}
-        return copy.deepcopy(inner if self.text is None else outer)
-
-
+# Keys of each family's config.json, or of its ``text_config``, besides ``COMMON``.
 GEMMA4 = {"top_k_experts": K, "tie_word_embeddings": True}
 MISTRAL4 = {"rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}}
 SMALL = {"intermediate_size": F}  # some families give the experts' size this name
 FAMILIES = {
-    **dict.fromkeys(
-        ["Klear", "afmoe", "bailing_moe", "deepseek", "deepseek_v3", "deepseek_v32", "exaone_moe",
-         "glm4_moe_lite", "jamba", "laguna", "qwen2_moe", "qwen3_moe"], Family()
-    ),
-    **dict.fromkeys(["kimi_k25", "kimi_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe"],
-                    Family(text={})),
-    **dict.fromkeys(["gpt_oss", "granitemoe", "mixtral", "olmoe"], Family(SMALL)),
-    **dict.fromkeys(["bailing_hybrid", "bailing_moe_linear"], Family({"num_hidden_layers": 3})),
-    **dict.fromkeys(["longcat_flash", "longcat_flash_ngram"], Family({"moe_topk": K})),
-    "bailing_moe_v3": Family(
-        {"architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid",
-         "num_hidden_layers": 3}
-    ),
-    "deepseek_v2": Family({"topk_method": "greedy", "rope_scaling": YARN}),
-    "deepseek_v41": Family({"head_dim": 32}),
-    "dots1": Family({"scoring_func": "noaux_tc"}),
-    "ernie4_5_moe": Family({"use_bias": True, "moe_k": K}),
-    "gemma4": Family({"vocab_size": VOCAB}, {**GEMMA4, "model_type": "gemma4_text"}),
-    "gemma4_text": Family(GEMMA4),
-    "glm4_moe": Family({"use_qk_norm": True, "partial_rotary_factor": 0.5}),
-    "glm_moe_dsa": Family({"scoring_func": "sigmoid", "rope_parameters": ROPE}),
-    "granitemoehybrid": Family({"layer_types": ["mamba", "attention"]}),
-    "hunyuan": Family(
-        {"moe_topk": K, "use_qk_norm": True,
-         "rope_scaling": {"factor": 1.0, "type": "dynamic", "alpha": 1000.0}}
-    ),
-    "kimi_k3": Family({}, {"model_type": "kimi_linear", "num_experts_per_token": K}),
-    "kimi_linear": Family({"num_experts_per_token": K}),
-    "lfm2_moe": Family({"layer_types": ["conv", "full_attention"]}),
-    "llama4": Family(
-        {}, {**SMALL, "num_hidden_layers": 4, "num_experts_per_tok": 1, "use_qk_norm": True}
-    ),
-    "mellum": Family({"rope_parameters": dict.fromkeys(KINDS, ROPE)}),
-    "mimo_v2_flash": Family(
-        {"moe_layer_freq": [0, 1], "scoring_func": "sigmoid", "partial_rotary_factor": 0.5}
-    ),
-    "minimax": Family({**SMALL, "shared_intermediate_size": 0, "rotary_dim": 8}),
-    "minimax_m3_vl": Family(
-        {}, {**SMALL, "moe_layer_freq": [0, 1], **dict.fromkeys(
-            ["layer_types", "index_head_dim", "index_n_heads"])}
-    ),
-    "mistral3": Family({}, {**MISTRAL4, "model_type": "mistral4"}),
-    "mistral4": Family(MISTRAL4),
-    "muse_spark": Family(
-        {}, {"rope_parameters": {"rope_theta": 10000.0}, "num_shared_experts": 0}
-    ),
-    "nemotron_h": Family({"layer_types": None, "use_bias": False}),
-    "phimoe": Family(
-        {**SMALL, "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8,
-                                   "short_mscale": 1.0, "long_mscale": 1.0, "type": "longrope"}}
-    ),
-    "phixtral": Family({"rotary_dim": 8}),
-    "prism_hadamard_qwen35": Family(
-        {"schema_version": 1, "tensor_namespace": "mlx-lm-text",
-         "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
-         "modules": [{"path": "model.layers.1.self_attn.o_proj", "embedding": False,
-                      "dtype": "float16", "block": 0}]},
-        {"hidden_size": 128, "head_dim": 32},
-    ),
-    "qwen3_next": Family({"partial_rotary_factor": 0.5}),
-    "solar_open": Family({"partial_rotary_factor": 1.0}),
-    "step3p5": Family({"moe_top_k": K}),
+    **{name: {} for name in (
+        "Klear", "afmoe", "bailing_moe", "deepseek", "deepseek_v3", "deepseek_v32", "exaone_moe",
+        "glm4_moe_lite", "jamba", "laguna", "qwen2_moe", "qwen3_moe",
+    )},
+    **{name: {"text_config": {}} for name in (
+        "kimi_k25", "kimi_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe",
+    )},
+    **dict.fromkeys(["gpt_oss", "granitemoe", "mixtral", "olmoe"], SMALL),
+    "bailing_hybrid": {"num_hidden_layers": 3}, "bailing_moe_linear": {"num_hidden_layers": 3},
+    "longcat_flash": {"moe_topk": K}, "longcat_flash_ngram": {"moe_topk": K},
+    "bailing_moe_v3": {
+        "architectures": ["BailingMoeV3ForCausalLM"], "model_type": "bailing_hybrid",
+        "num_hidden_layers": 3,
+    },
+    "deepseek_v2": {"topk_method": "greedy", "rope_scaling": YARN},
+    "deepseek_v41": {"head_dim": 32},
+    "dots1": {"scoring_func": "noaux_tc"},
+    "ernie4_5_moe": {"use_bias": True, "moe_k": K},
+    "gemma4": {"vocab_size": VOCAB, "text_config": {**GEMMA4, "model_type": "gemma4_text"}},
+    "gemma4_text": GEMMA4,
+    "glm4_moe": {"use_qk_norm": True, "partial_rotary_factor": 0.5},
+    "glm_moe_dsa": {"scoring_func": "sigmoid", "rope_parameters": ROPE},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "hunyuan": {
+        "moe_topk": K, "use_qk_norm": True,
+        "rope_scaling": {"factor": 1.0, "type": "dynamic", "alpha": 1000.0},
+    },
+    "kimi_k3": {"text_config": {"model_type": "kimi_linear", "num_experts_per_token": K}},
+    "kimi_linear": {"num_experts_per_token": K},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4": {"text_config": {
+        **SMALL, "num_hidden_layers": 4, "num_experts_per_tok": 1, "use_qk_norm": True,
+    }},
+    "mellum": {"rope_parameters": dict.fromkeys(KINDS, ROPE)},
+    "mimo_v2_flash": {
+        "moe_layer_freq": [0, 1], "scoring_func": "sigmoid", "partial_rotary_factor": 0.5,
+    },
+    "minimax": {**SMALL, "shared_intermediate_size": 0, "rotary_dim": 8},
+    "minimax_m3_vl": {"text_config": {
+        **SMALL, "moe_layer_freq": [0, 1],
+        **dict.fromkeys(["layer_types", "index_head_dim", "index_n_heads"]),
+    }},
+    "mistral3": {"text_config": {**MISTRAL4, "model_type": "mistral4"}},
+    "mistral4": MISTRAL4,
+    "muse_spark": {"text_config": {
+        "rope_parameters": {"rope_theta": 10000.0}, "num_shared_experts": 0,
+    }},
+    "nemotron_h": {"layer_types": None, "use_bias": False},
+    "phimoe": {
+        **SMALL, "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8,
+                                  "short_mscale": 1.0, "long_mscale": 1.0, "type": "longrope"},
+    },
+    "phixtral": {"rotary_dim": 8},
+    "prism_hadamard_qwen35": {
+        "schema_version": 1, "tensor_namespace": "mlx-lm-text",
+        "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
+        "modules": [{"path": "model.layers.1.self_attn.o_proj", "embedding": False,
+                     "dtype": "float16", "block": 0}],
+        "text_config": {"hidden_size": 128, "head_dim": 32},
+    },
+    "qwen3_next": {"partial_rotary_factor": 0.5},
+    "solar_open": {"partial_rotary_factor": 1.0},
+    "step3p5": {"moe_top_k": K},
 }  # fmt: skip
 
-# Families that moelab does not stream: their experts are no SwitchGLU or SwitchMLP.
-NOT_STREAMED = {
-    "dbrx": {
-        "vocab_size": VOCAB, "d_model": D, "n_layers": 2, "n_heads": 4,
-        "ffn_config": {"moe_num_experts": E, "moe_top_k": K, "ffn_hidden_size": F},
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-    }
-}  # fmt: skip
+# Families that moelab refuses: their experts are no SwitchGLU or SwitchMLP.
+NOT_STREAMED = {"dbrx"}
+# Other names of families, whose checkpoints mlx-lm loads with the family's code.
+ALIASES = {a: name for a, name in mlx_lm_utils.MODEL_REMAPPING.items() if name in FAMILIES}
 # Families that mlx-lm cannot run on a CPU. Their experts are tested without the rest of the model.
 EXPERTS_ONLY = {"muse_spark"}
 
@@ -229,10 +209,20 @@ def discover() -> set[str]:
     return {name for name, names in modules.items() if {"Model", "ModelArgs"} <= {*names}}
 
 
+def config_of(name: str, own: dict) -> dict:
+    """The config.json of a tiny model; ``own`` has its keys, or its ``text_config``'s."""
+    text = own.get("text_config", own)
+    inner = {**COMMON, "model_type": name, **text}
+    if text.keys() & OWN_TOP_K_KEYS:
+        del inner["num_experts_per_tok"]
+    outer = {"model_type": name, **own, "text_config": inner}
+    return copy.deepcopy(inner if text is own else outer)
+
+
 def build(name: str, **changes) -> tuple[nn.Module, dict]:
     """A family's random float32 model (no parameter is all zeros or ones), and its config."""
     mx.random.seed(zlib.crc32(name.encode()))
-    config = FAMILIES[name].build_config(name)
+    config = config_of(name, FAMILIES[ALIASES.get(name, name)])
     config.get("text_config", config).update(changes)
     model_class, args_class = mlx_lm_utils._get_classes(copy.deepcopy(config))
     model = model_class(args_class.from_dict(copy.deepcopy(config)))
@@ -255,12 +245,6 @@ def build(name: str, **changes) -> tuple[nn.Module, dict]:
     return model, config
 
 
-def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that hold experts, by path, in the order of the layers."""
-    modules = reversed(list(model.named_modules()))
-    return {path: m for path, m in modules if isinstance(m, (SwitchGLU, SwitchMLP))}
-
-
 def write_checkpoint(name: str, path: Path, variant: str = "affine4", **changes) -> Path:
     """Write a random checkpoint of a family, as ``mlx_lm.convert`` would, and return its folder."""
     spec = VARIANTS[variant]
@@ -275,7 +259,7 @@ def write_checkpoint(name: str, path: Path, variant: str = "affine4", **changes)
     model.update(tree_map_with_path(cast, model.parameters()))
     if "bits" in spec:
         own = getattr(model, "quant_predicate", None)
-        experts = list(expert_modules(model))
+        experts = [path for path, _ in expert_modules(model)]
 
         def predicate(path, module):
             if spec.get("mixed") and path.startswith(tuple(f"{e}." for e in experts)):
@@ -366,7 +350,7 @@ def write_hugging_face(name: str, path: Path) -> Path:
     config = json.loads((path / "config.json").read_text())
     weights = mx.load(str(path / "model.safetensors"))
     model, _ = mlx_lm_utils.load_model(path, lazy=True)
-    for module in expert_modules(model):
+    for module, _ in expert_modules(model):
         names = [k for k in weights if k.startswith(f"{module}.")]
         tensors = {tuple(k.rsplit(".", 2)[1:]): weights.pop(k) for k in names}
         weights.update(convert(module.rpartition(".")[0], tensors))
@@ -400,6 +384,26 @@ def write_files(path: Path, weights: dict[str, mx.array], config: dict, shards: 
     total = {"total_size": sum(w.nbytes for w in weights.values())}
     index = {"metadata": total, "weight_map": weight_map}
     (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def write_adapters(folder: Path, source: Path, kind: str, *keys: str) -> Path:
+    """Write adapters as mlx_lm.lora does, with numbers that change the text; return the folder."""
+    model, _ = mlx_lm_utils.load_model(source)
+    config = {"fine_tune_type": kind, "num_layers": 4}
+    if kind == "full":
+        kept = {k: p for k, p in tree_flatten(model.parameters()) if "switch_mlp" not in k}
+        floating = (k for k, p in kept.items() if mx.issubdtype(p.dtype, mx.floating))
+        weights = {k: kept[k] * 1.05 for k in floating if "layers" in k}
+    else:
+        config["lora_parameters"] = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": keys}
+        linear_to_lora_layers(model, 4, config["lora_parameters"], use_dora=kind == "dora")
+        ends, added = ("lora_a", "lora_b", ".m"), tree_flatten(model.parameters())
+        weights = {k: p + 0.02 for k, p in added if k.endswith(ends)}
+    assert weights
+    folder.mkdir()
+    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def load_resident(path: Path) -> nn.Module:

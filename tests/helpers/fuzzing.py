@@ -29,9 +29,6 @@ import mlx.core as mx
 import numpy as np
 from common import PROMPT, greedy_logits
 from draft_files import target, write_draft
-from faults import edit_header
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_adapters
 
 import moelab
@@ -46,7 +43,6 @@ MEMORY_NBYTES = 24 << 30  # address space for a case
 TIMEOUT_S = 90  # time for a case; the slowest case takes a second
 # Families whose config.json is damaged.
 CONFIGS = ("qwen3_moe", "qwen3_5_moe", "deepseek_v3", "gpt_oss")
-PACKED = ("packed", "unsigned")
 CONFIG = moelab.StreamConfig(slots=families.K + 1, dtype="float32")  # on a GPU, too
 ERRORS = (moelab.CheckpointError, moelab.ReadError, moelab.TraceError)
 
@@ -160,12 +156,6 @@ SHAPES = (b"(10000000000, 1, 1)", b"(-1, 1, 1)", b"(2, 2)", b"()", b"(True,)", b
 SHAPES += (b"(" * 200 + b")" * 200,)
 
 
-def npy(array):
-    buffer = io.BytesIO()
-    np.lib.format.write_array(buffer, array, allow_pickle=True)
-    return buffer.getvalue()
-
-
 def damage_trace(data, rng):
     """Change bytes of a trace, or one of its arrays: the type, shape, values or header."""
     if rng.random() < 0.5:
@@ -188,7 +178,8 @@ def damage_trace(data, rng):
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z:
         for name, array in files.items():
-            content = npy(array)
+            np.save(npy := io.BytesIO(), array)
+            content = npy.getvalue()
             if how == "header" and array is a:
                 header = re.sub(rb"\(.*\)", rng.choice(SHAPES), content[10:128].rstrip()).ljust(118)
                 content = content[:8] + len(header).to_bytes(2, "little") + header + content[128:]
@@ -215,21 +206,11 @@ def write_bases(path):
             shutil.copy(moelab.DATA / "models" / "tiny-moe" / file, path / name)
         settings = '{"eos_token_id": [3, 4], "temperature": 0.6}'
         (path / name / "generation_config.json").write_text(settings)
-    packed = repack(path / CONFIGS[0], path / "packed", progress=False)
-    shutil.copytree(packed, path / "unsigned")  # without checksums, as version 0.1 wrote it
-    for file in (path / "unsigned").glob("experts-*"):
-        edit_header(file, lambda header: header["__metadata__"].pop("crc32"))
+    repack(path / CONFIGS[0], path / "packed", progress=False)
     sizes = {"hidden_size": families.D, "num_target_layers": 6, "vocab_size": families.VOCAB}
     write_draft(path / "draft", **sizes)
     shutil.copytree(moelab.DATA / "models" / "tiny-mtp", path / "tiny-mtp")
-    lora = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
-    plain = families.load_resident(path / CONFIGS[0])
-    linear_to_lora_layers(plain, 2, lora)
-    added = {name: p + 0.02 for name, p in tree_flatten(plain.parameters()) if ".lora_" in name}
-    (adapters := path / "adapters").mkdir()
-    mx.save_safetensors(str(adapters / "adapters.safetensors"), added)
-    settings = json.dumps({"num_layers": 2, "lora_parameters": lora})
-    (adapters / "adapter_config.json").write_text(settings)
+    families.write_adapters(path / "adapters", path / CONFIGS[0], "lora", "self_attn.q_proj")
     L, rng = moelab.footprint(path / CONFIGS[0]).num_layers, np.random.default_rng(0)
     experts = rng.integers(0, families.E, (40, L, families.K)).astype(np.uint16)
     phase = np.repeat(("prefill", "decode"), 20)
@@ -307,7 +288,7 @@ def model(base, damaged):
     moelab.footprint(damaged)
     if (got := text(damaged)) == right_text(base):
         return "same text"
-    right = base.name not in PACKED and got == greedy(families.load_resident(damaged))
+    right = base.name != "packed" and got == greedy(families.load_resident(damaged))
     return "as mlx-lm" if right else "WRONG TEXT"
 
 
@@ -352,7 +333,7 @@ def trace(_, damaged):
 
 KINDS = {  # the folder, the file in it, its damage, and what is done with it
     "header": (CONFIGS[:1], "*.safetensors", damage_header, model),
-    "packed": (PACKED, "*.safetensors", damage_header, model),
+    "packed": (("packed",), "*.safetensors", damage_header, model),
     "index": (CONFIGS[:1], "model.safetensors.index.json", damage_json, model),
     "config": (CONFIGS, "[cg]*config.json", damage_json, model),
     "tokenizer": (CONFIGS[:1], "tokenizer*.json", damage_json, tokenizer),

@@ -80,7 +80,7 @@ def test_rounds_on_a_gpu_accept_as_many_drafts_resident_as_streamed():
 
 @pytest.mark.parametrize("temp, lengths", [(0.0, (0, 3, "auto")), (0.7, (3,))])
 def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, temp, lengths):
-    variants = bench.crossed({"fused": StreamConfig(slots=8)}, draft="oracle", lengths=lengths)
+    variants = bench.crossed({"fused": StreamConfig(slots=8)}, drafts=("oracle",), lengths=lengths)
     made = bench.measure(model_path, variants, tokens=12, runs=1, warmup=3, temp=temp)
     assert set(records.same_tokens(made, "fused").values()) == {(1, 1)}
     assert made.tokens.map(len).eq(1 + 3 + 12).all() and (made.decode_s > 0).all()
@@ -95,7 +95,7 @@ def test_a_drafted_text_is_the_undrafted_one_and_its_rounds_add_up(model_path, t
 def test_guesses_of_a_given_quality_for_a_text_that_is_fed(random_tiny_moe):
     """The target reads the trace's tokens and chooses as without drafts, whatever is drafted."""
     drafts, code = ("oracle:0.5", "oracle:1", "oracle:0"), DATA / "traces" / "code.npz"
-    variants = bench.crossed({"fused": StreamConfig(slots=64)}, draft=drafts, lengths=(3, "auto"))
+    variants = bench.crossed({"fused": StreamConfig(slots=64)}, drafts=drafts, lengths=(3, "auto"))
     amount = {"tokens": 40, "runs": 1, "warmup": 2, "feed": f"{code}:16"}
     made = bench.measure(random_tiny_moe, variants, **amount)
     assert made.prompt_tokens.eq(16).all() and len(made) == 7
@@ -147,7 +147,7 @@ def test_bench(model_path, together, runs, monkeypatch):
 def test_prefetchers_of_both_layouts_in_the_bench(model_path, tmp_path, monkeypatch):
     """All prefetchers write the same tokens. The oracle reads no expert in vain."""
     packed, dropped = repack(model_path, tmp_path / "packed", progress=False), []
-    monkeypatch.setattr(bench.oscache, "drop_pages", dropped.append)
+    monkeypatch.setattr(bench.machine, "drop_pages", dropped.append)
     variants = {
         f"{p}, {path.name}": bench.Variant(StreamConfig(slots=6, prefetch=p), path, cold="token")
         for path in (model_path, packed)

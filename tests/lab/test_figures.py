@@ -12,7 +12,7 @@ from committed import NOTEBOOKS
 
 from moelab.lab import charts, records
 from moelab.lab.__main__ import main
-from moelab.lab.plots import choice, explore, pages, show, slider, style
+from moelab.lab.plots import choice, explore, pages, slider
 
 CARD = {"cpu": "Z80", "gpu": "H9", "backend": "CUDA", "cores": 2, "memory_nbytes": 2**34}
 CARD |= {"os": "Linux 6", "mlx": "1", "mlx-lm": "2", "moelab": "3", "date": "2026-01-01"}
@@ -86,13 +86,16 @@ def test_a_figure_is_as_high_as_its_bars_and_panels_need():
     assert height(9) - height(8) == height(3) - height(2) > 0
 
 
+def line(*values, **words):
+    made = records.computed({"variant": "a", "x": [0, 1], "y": values})
+    return charts.lines(made, "x", "y", axes=("slots", "ms"), **WORDS | words)
+
+
 def drawn(top_k=8, slots=16):
     if slots < top_k:
         raise ValueError(f"slots {slots} < top_k {top_k}")
-    fig = style.figure(f"top-k {top_k}", "slots", "ms")
-    fig.add_scatter(x=[1, 2], y=[top_k, slots], **style.look(0))
-    fig.update_yaxes(range=[0, slots])
-    return style.describe(fig, alt=f"a line to {slots}", finding=f"{top_k} of {slots}")
+    fig = line(top_k, slots, title=f"top-k {top_k}", finding=f"{top_k} of {slots}")
+    return fig.update_yaxes(range=[0, slots])
 
 
 def explorer(**given):
@@ -109,7 +112,7 @@ def test_axes_and_the_room_for_a_title_grow_and_never_shrink(capsys):
     following = explorer(extremes=[{"slots": 8}], follow=True)
     following.controls["slots"].value = 8
     assert list(following.figure.layout.yaxis.range) == [0, 8]
-    made._draw(style.describe(style.figure("a longer title", "x", "y"), "alt", "finding"))
+    made._draw(line(1, 2, title="a longer title"))
     made.controls["top_k"].value = 2
     assert made._heading.value.count("a longer title") == 1  # the hidden title keeps its room
 
@@ -120,16 +123,14 @@ def test_an_error_is_shown_until_a_slider_redraws_the_figure(capsys):
     assert "slots 4 &lt; top_k 8" in made._state.value and isinstance(made.error, ValueError)
     made.controls["top_k"].value = 4
     assert made.error is None and not made._state.value
-    assert json.loads(made._plot.figure)["data"][0]["y"] == [4, 4]
+    assert "a: 4 from 0 to 1." in made._plot.figure
     assert "4 of 4" in made._words.value and "<b>top-k 4</b>" in made._heading.value
     assert all(c.continuous_update for c in made.controls.values())  # the function is quick
     with pytest.raises(ValueError, match="slots 4 < top_k 8"):
         explorer(extremes=[{"slots": 4}])
 
 
-def test_with_a_run_button_nothing_is_measured_on_a_move_and_a_figure_has_an_alt_text():
-    with pytest.raises(ValueError, match="alt text"):
-        show(style.figure("t", "x", "y"))
+def test_with_a_run_button_nothing_is_measured_on_a_move():
     assert len(drawn().to_json()) < 8_000  # no default template inside
     calls = []
 
@@ -145,11 +146,13 @@ def test_with_a_run_button_nothing_is_measured_on_a_move_and_a_figure_has_an_alt
 
 
 FIGURE = """
-from moelab.lab.plots import explore, show, slider, style
+from moelab.lab import charts, records
+from moelab.lab.plots import explore, show, slider
 
 def draw(k=1):
-    fig = style.figure("t", "x", "y").add_scatter(y=[k, 2])
-    return style.describe(fig, alt=f"a line from {k}", finding=f"it rises to {k}")
+    made = records.computed({"variant": "a", "x": [0, 1], "y": [k, 2]})
+    words = {"title": "t", "axes": ("x", "y"), "finding": f"it rises to {k}"}
+    return charts.lines(made, "x", "y", **words)
 
 show(draw())
 explore(draw, k=slider("k", 2, 3, 2))
@@ -189,10 +192,11 @@ def test_a_page_and_the_index_show_all_there_was_and_need_no_network(built):
     assert not re.search(r"<(script|link|img)[^>]* (src|href)=.https?:", page)
     assert 'src="plotly.min.js"' in page and len(page) < 1_000_000
     assert "Plotly" in (built / "plotly.min.js").read_text()[:1000]
-    assert 'aria-label="a line from 1"' in page and "Plotly.react" in page
-    assert 'aria-label="a line from 2"' in page and "it rises to 2" in page  # above the slider
+    assert 'aria-label="y over x. a: 1 at 0,' in page and "Plotly.react" in page
+    # Above the slider:
+    assert 'aria-label="y over x. a: 2 from 0 to 1' in page and "it rises to 2" in page
     assert "ZeroDivisionError" in page and page.count("make lab</code>, notebook 00_first") == 1
-    assert "data:image/svg+xml;base64," in page and "<summary>Code, 9 lines</summary>" in page
+    assert "data:image/svg+xml;base64," in page and "<summary>Code, 11 lines</summary>" in page
     for text, times in STDERR.items():  # a progress bar is dropped, a warning is not
         assert html.unescape(page).count(text) == times
     assert page.count('<a href="index.html">') == 2 and page.count('<a href="01_next.html">') == 3

@@ -152,18 +152,18 @@ def test_this_machine_is_measured(monkeypatch, tmp_path, capsys):
     machine = plan.this_machine(4)
     assert machine.disk_bytes_per_s > 0 and machine.weights_bytes_per_s > 0
     assert plan.forecast("olmoe-1b-7b", machine).advice.token_s > 0  # 2.1 GB
-    assert not list(tmp_path.iterdir()) and "measuring this machine: " in capsys.readouterr().err
+    assert not list(tmp_path.iterdir()) and "measuring this machine (" in capsys.readouterr().err
 
 
 def test_a_folder_is_planned_with_this_machines_costs_and_its_settings_are_compared(monkeypatch):
-    """The text says what ``repack`` gains. A record's plan has as many slots as the folder's."""
+    """The text says what ``repack`` is for. A record's plan has as many slots as the folder's."""
     monkeypatch.setattr(plan, "measure_costs", lambda _: Costs(1e-2, 5e-5, 1e-9, 4e-9))
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)  # no Mac has so little memory
     text, found = plan.of_folder(TINY, ram=0.2), planned(TINY, 150e6)
     slots = found.slots
     assert 8 < slots < 64 and f"slots={slots} of 64 in each of 8 layers" in text
     assert f"\n{slots:6d} " in text and f"\n{slots + 1:6d} " not in text
-    assert "in its 9 pieces " in text and "`python -m moelab repack MODEL OUT`" in text
+    assert "\nlayout       a repacked copy (python -m moelab repack) takes one read" in text
     assert recorded(settings_of(found)).fits(150e6) == found.fits(150e6) == slots
 
 

@@ -9,7 +9,6 @@ from moelab import DATA, Trace
 from moelab.lab.experiments.page_cache import machine_and_model
 from moelab.lab.records import read
 from moelab.memory import CLIFF
-from moelab.repack import Gain
 from moelab.replay import advice, locality, ranks
 from moelab.replay.costs import Costs
 from moelab.replay.eviction import held
@@ -84,7 +83,6 @@ def test_a_measured_machine_gives_back_what_was_measured():
 PLAN_4, _ = machine_and_model(read("cpu_costs_35b"))  # 4 layers of 256 experts
 PLAN_4 = replace(PLAN_4, other_nbytes=190_000_000)
 READS = Costs(0.0, 0.0, 1e-10, 1e-9)
-NO_GAIN = Gain(9, np.array([[1e9, 1e9]]))
 FLAT = locality.Locality((0.3,) * 4, (0.3,) * 4, (1.5,) * 4)
 TRACE = locality.synthesize(FLAT, 200, 4, 256, 8)
 
@@ -107,19 +105,16 @@ def test_it_does_not_take_the_slow_middle():
 
 
 def test_advice_says_what_and_why():
-    a = advice.advise(PLAN_4, 1.6e9, TRACE, READS, packed_gain=NO_GAIN)
+    a = advice.advise(PLAN_4, 1.6e9, TRACE, READS)
     c = a.config
     assert (c.slots, c.policy, a.direct) == advice.pick(a.settings, True)
     assert a.token_s == a.settings[c.slots, c.policy, False].mean_s
     text = str(a)
     assert " <" in text and f"slots={c.slots}" in text and "1.60 GB" in text
-    assert "in one piece" in text and "resident" not in text
+    assert "resident" not in text
     roomy = advice.advise(PLAN_4, float("inf"), TRACE, replace(READS, fixed_s=1e-3))
     assert "mode='resident'" in str(roomy) and "without a memory limit" in str(roomy)
-    assert roomy.layout == "packed" and roomy.config.slots <= 256
-    gains = (NO_GAIN, "as it is"), (Gain(9, np.array([[1e9, 2e9]])), "packed"), (None, "packed")
-    for gain, layout in gains:
-        assert advice.advise(PLAN_4, 4e8, TRACE, READS, packed_gain=gain).layout == layout
+    assert roomy.config.slots <= 256
     for memory, slots, said in (50e6, None, "slots from 8 .* to 0"), (1.6e9, [4], "slots from 8"):
         with pytest.raises(ValueError, match=f"expected {said}"):
             advice.advise(PLAN_4, memory, TRACE, READS, slots=slots)

@@ -16,9 +16,9 @@ from common import cached_nbytes
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
-from moelab.lab import limit, oscache, records
+from moelab.lab import limit, machine, records
 from moelab.lab.arguments import Evicting
-from moelab.lab.route import route_by
+from moelab.lab.decode import route_by
 from moelab.replay import eviction, locality, pagecache
 from moelab.replay.costs import Costs
 from moelab.streaming.model import load_model
@@ -168,7 +168,7 @@ def test_the_kernel_reads_what_the_model_says(limits, tmp_path):
             f.write(os.urandom(size))
         os.fsync(f.fileno())
     for _ in range(10):  # pages that stay cached belong to another group, and save reads
-        if cached_nbytes(file) and oscache.drop_pages(file):
+        if cached_nbytes(file) and machine.drop_pages(file):
             time.sleep(0.2)
     if cached_nbytes(file):
         pytest.skip("this system keeps the file's pages")

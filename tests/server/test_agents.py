@@ -1,9 +1,6 @@
 """OpenAI's responses and Anthropic's messages, asked for by the official clients."""
 
 import json
-import threading
-import time
-from contextlib import ExitStack
 from itertools import groupby
 
 import agents
@@ -20,7 +17,6 @@ from pydantic import TypeAdapter
 from moelab.commands.server import http, requests
 from moelab.commands.server.agents import MESSAGES as ANTHROPIC
 from moelab.commands.server.agents import RESPONSES
-from moelab.commands.server.ask import Part
 from moelab.commands.server.completions import CHAT
 from moelab.commands.server.requests import Asked
 
@@ -171,29 +167,16 @@ SILENCE = {
 
 
 @pytest.mark.parametrize("path", SILENCE)
-@pytest.mark.usefixtures("in_time")
 def test_silence(path, monkeypatch):
     """A stream begins before any text, and sends signs of life while a call is incomplete."""
     monkeypatch.setattr(http, "KEEPALIVE_S", 0.01)
-    engine, go_on = speaker.Speaker(), threading.Event()
-
-    def write(tell):
-        assert go_on.wait(60)
-        for said in (speaker.CALL[:30], speaker.CALL[30:]):
-            tell(Part(said))
-            time.sleep(0.1)
-        tell(Part(finish="stop", usage=speaker.USAGE))
-
-    engine._write, (body, first, idle) = write, SILENCE[path]
+    engine = speaker.Speaker(["ABC", speaker.CALL[:30], speaker.CALL[30:]], pause_s=0.2)
+    body, first, idle = SILENCE[path]
     body |= {"stream": True, "tools": [agents.CHAT["tools"][0]]}
-    with ExitStack() as stack:
-        url = stack.enter_context(speaker.speaking(engine))
-        asked = httpx.stream("POST", f"{url}/{path}", json=body, timeout=60)
-        lines = stack.enter_context(asked).iter_lines()
-        assert first in next(line for line in lines if line.startswith("data"))
-        next(line for line in lines if idle in line)
-        go_on.set()
-        assert any(idle in line for line in lines)
+    with speaker.speaking(engine) as url:
+        said = httpx.post(f"{url}/{path}", json=body, timeout=60).text
+    before, text, after = said.partition("ABC")
+    assert text and first in before.partition(idle)[0] and idle in before and idle in after
 
 
 OFF, LOW = {"type": "disabled"}, {"effort": "low"}

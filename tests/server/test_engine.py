@@ -104,14 +104,16 @@ def test_prompts_that_begin_alike(client, mlx):
     assert answer.choices[0].text == mlx.write(begin + end)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_prompt_is_not_read_again_after_a_restart(bits, mlx, tmp_path):
+@pytest.mark.parametrize("name, start", [("streamed", None), ("streamed", 0), ("lookup", 20)])
+def test_a_prompt_is_not_read_again_after_a_restart(name, start, mlx, tmp_path):
+    """Caches are quantized from ``start`` tokens on: none, all, or those of an answer's end."""
+    quantized = {} if start is None else {"kv_bits": 4, "quantized_kv_start": start}
     options = ["--prompt-cache-dir", str(tmp_path / "new" / "folder")]
-    options += ["--kv-bits", "4", "--quantized-kv-start", "0"] if bits else []
-    wanted = mlx.write(PROMPTS[0], kv_bits=bits)
+    options += [f"--{option}={value}".replace("_", "-") for option, value in quantized.items()]
+    wanted = mlx.write(PROMPTS[1], max_tokens=40, **quantized)
     for restarted in (False, True):
-        with serving(*SERVERS["streamed"], *options) as server:
-            answer = complete(server.client)
+        with serving(*SERVERS[name], *options) as server:
+            answer = complete(server.client, PROMPTS[1], max_tokens=40)
         assert answer.choices[0].text == wanted and bool(cached(answer)) == restarted
 
 
@@ -127,37 +129,20 @@ def test_a_seed_writes_the_text(client, mlx):
     assert texts[0] == texts[1] != text_of(client, PROMPTS[0])
 
 
-def test_a_quantized_cache(mlx):
-    """A draft guesses tokens. The second request goes on from the first request's cache."""
-    options = ("--kv-bits", "4", "--quantized-kv-start", "20", "--draft", "lookup")
-    wanted = mlx.write(PROMPTS[1], max_tokens=40, kv_bits=4, quantized_kv_start=20)
-    with serving(*SERVERS["streamed"], *options) as server:
-        for _ in range(2):
-            assert text_of(server.client, PROMPTS[1], max_tokens=40) == wanted
-
-
 @pytest.mark.parametrize("name", ["streamed", "lookup"])
 def test_a_short_prompt_does_not_wait_for_a_long_one(name, mlx, texts):
     """The short text is read and written while the long prompt is read; both texts are right."""
     ids = mlx.tokenizer.encode(max(MODEL.glob("heldout/*.py"), key=os.path.getsize).read_text())
-    written, long = {"long": "", "short": ""}, ids[:225]
-
-    def ask(client, name, prompt):
-        for part in complete(client, prompt, stream=True):
-            written[name] += part.choices[0].text
-
-    options = (*SERVERS[name], "--prefill-step-size", "8")
+    options, long = (*SERVERS[name], "--prefill-step-size", "8"), ids[:225]
     with serving(*options) as server, ThreadPoolExecutor(1) as threads:
-        slow = threads.submit(ask, server.client, "long", long)
+        slow = threads.submit(text_of, server.client, long)
         time.sleep(0.05)
-        ask(server.client, "short", PROMPTS[0])
-        assert written["short"] == texts[0] and not slow.done()
+        assert text_of(server.client, PROMPTS[0]) == texts[0] and not slow.done()
         for _ in range(99):  # the long prompt does not wait for all short ones, either
-            ask(server.client, "short", PROMPTS[1])
+            text_of(server.client, PROMPTS[1])
             if slow.done():
                 break
-        assert slow.done()
-    assert written["long"] == mlx.write((*long,))
+        assert slow.done() and slow.result() == mlx.write((*long,))
 
 
 def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
@@ -188,9 +173,10 @@ def test_a_text_without_limit_goes_on_to_the_last_position(mlx, tmp_path):
             assert (status, error.get("code")) == (400, said) and words in error["message"]
 
 
-def test_without_limit_memory_ends_a_text():
-    """A lack of memory is an error if the request has a limit."""
-    _, engine = started(*SLOTS)
+def test_an_error_ends_no_other_text():
+    """Memory is short, or a sampler cannot be made. A text without a limit ends without an error if
+    memory is short."""
+    told, ends, (_, engine) = SimpleQueue(), [], started(*SLOTS)
     logits = engine._logits
 
     def short(text, end):
@@ -199,21 +185,13 @@ def test_without_limit_memory_ends_a_text():
         return logits(text, end)
 
     engine._logits = short
-    for is_open in (True, False):
-        told = SimpleQueue()
-        engine.begin(Ask([1, 5], 99, is_open=is_open), told.put)
-        while not isinstance(part := told.get(timeout=60), MemoryError) and not part.finish:
-            pass
-        assert is_open == (getattr(part, "finish", None) == "length")
+    wrong = Ask([1], 4, {"unknown": 1})
+    for asks in ([Ask([1, 5], 99, is_open=True)], [Ask([1, 5], 99)], [wrong, Ask([1], 4)]):
+        for ask in asks:
+            engine.begin(ask, told.put)
+        for _ in asks:
+            while not isinstance(part := told.get(timeout=60), Exception) and not part.finish:
+                pass
+            ends.append(getattr(part, "finish", type(part)))
     engine.stop()
-
-
-def test_an_error_of_a_text_ends_no_other():
-    """The error is that a sampler cannot be made."""
-    told, (_, engine) = SimpleQueue(), started(*SERVERS["streamed"])
-    for sampling in ({"unknown": 1}, {}):
-        engine.begin(Ask([1], 4, sampling), told.put)
-    assert isinstance(told.get(timeout=60), TypeError)
-    while not told.get(timeout=60).finish:
-        pass
-    engine.stop()
+    assert ends == ["length", MemoryError, TypeError, "length"]

@@ -129,7 +129,7 @@ BAD = {  # by dialect: values that a field does not take, or that ask for what i
         "max_tokens": [-1, 1.5, True, HUGE, 2**31],
     },
     CHAT: {
-        "messages": [5, [], ["hi"], [{}], user("x"), *([user(c)] for c in ([{}], [IMAGE], 5))],
+        "messages": [5, [], ["hi"], [{}], user("x"), [user([{}])]],
         "temperature": [-1, "hot", NAN, 101, HUGE, True],
         "top_k": [-1, 8192],
         "num_draft_tokens": [-1, 2.5, 65, True, "x"],
@@ -137,7 +137,7 @@ BAD = {  # by dialect: values that a field does not take, or that ask for what i
         "seed": ["x", -1, 2**64],
         "n": [0, 129, "x"],
         "logit_bias": [5, {"x": 1}, {"8192": 1}, {"-1": 1}, {"3": NAN}, {"3": HUGE}],
-        "stop": [5, [5], ["a"] * 65],
+        "stop": [5, ["a"] * 65],
         "stream": ["yes", 1],
         "stream_options": [5, {"x": True}, {"include_usage": 1}],
         "top_logprobs": [-1, 21],
@@ -150,22 +150,41 @@ BAD = {  # by dialect: values that a field does not take, or that ask for what i
     RESPONSES: THIRD,
     MESSAGES: LAST,
 }
-ROWS = [(dialect, field) for dialect, fields in BAD.items() for field in fields]
+CALLED = [user("x"), {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]
+VALID, CHOICE = "expected a valid string", "tool_choice: expected "
+UNKNOWN = {"type": "json_schema", "schema": {"anyOf": [{}, {"items": {"uniqueItems": True}}]}}
+SCHEMA = "response_format: schema.anyOf.1.items: Unimplemented keys: [uniqueItems], got"
+PART = "messages.0.content.0.type: expected 'text', got 'image_url'"
+CALL = "messages.1.tool_calls.0.function.arguments: expected an object in JSON"
+SAID = [  # a field, a value, and what is said of it
+    ("stop", [5], f"stop.0: {VALID}, got '5'"),
+    ("tool_choice", "any", CHOICE + "one of the tools, got required"),
+    ("tool_choice", {"type": "tool"}, CHOICE + "auto, none, required, any or a"),
+    ("response_format", UNKNOWN, SCHEMA),
+    ("messages", [user(5)], f"messages.0.content: {VALID} or a valid list, got '5'"),
+    ("messages", [user([IMAGE])], PART),
+    ("messages", CALLED, CALL),
+    ("audio", {}, "audio: a field that is not permitted, got '{}'"),
+]
+ROWS = [(of, field, values, "") for of, fields in BAD.items() for field, values in fields.items()]
+ROWS += [(CHAT, field, [value], words) for field, value, words in SAID]
 
 
-@pytest.mark.parametrize("dialect, field", ROWS, ids=lambda of: getattr(of, "path", of)[:30])
-def test_a_bad_field(dialect, field):
-    """The error names the field, in few words."""
+@pytest.mark.parametrize(
+    "dialect, field, values, words", ROWS, ids=lambda of: getattr(of, "path", str(of))[:30]
+)
+def test_a_bad_field(dialect, field, values, words):
+    """The error names the field, what is expected (perhaps several forms) and what it got."""
     usual = TEXT if dialect is COMPLETIONS else {dialect.prompt: [user("x")]}
-    for value in BAD[dialect][field]:
+    for value in values:
         with pytest.raises(Refused) as refused:
             asks(dialect, usual | {field: value})
         said, param = str(refused.value), refused.value.param
         assert said.startswith(param) and param[:40] == field[:40]
+        assert said.replace('"', "").startswith(words)
         assert len(said) < 400 and len(param) < 200
 
 
-CALLED = [user("x"), {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]
 GUIDE = (DATA.parent / "docs/guide.md").read_text()
 ROWS = re.findall(r"^\| (done|no effect|taken if|refused)(.*)", GUIDE, re.M)
 ROWS = {name: row for row, names in ROWS for name in re.findall("`([a-z_]+)`", names)}
@@ -183,31 +202,6 @@ def test_the_guide_says_what_becomes_of_each_field():
         if row in ("refused", "taken if"):
             with pytest.raises(Refused, match=name):
                 asks(CHAT, TALK | {name: "x"})
-
-
-VALID, CHOICE = "expected a valid string", "tool_choice: expected "
-UNKNOWN = {"type": "json_schema", "schema": {"anyOf": [{}, {"items": {"uniqueItems": True}}]}}
-SCHEMA = "response_format: schema.anyOf.1.items: Unimplemented keys: [uniqueItems], got"
-PART = "messages.0.content.0.type: expected 'text', got 'image_url'"
-CALL = "messages.1.tool_calls.0.function.arguments: expected an object in JSON"
-SAID = [  # a field, a value, and what is said of it
-    ("stop", [5], f"stop.0: {VALID}, got '5'"),
-    ("tool_choice", "any", CHOICE + "one of the tools, got required"),
-    ("tool_choice", {"type": "tool"}, CHOICE + "auto, none, required, any or a"),
-    ("response_format", UNKNOWN, SCHEMA),
-    ("messages", [user(5)], f"messages.0.content: {VALID} or a valid list, got '5'"),
-    ("messages", [user([IMAGE])], PART),
-    ("messages", CALLED, CALL),
-    ("audio", {}, "audio: a field that is not permitted, got '{}'"),
-]
-
-
-@pytest.mark.parametrize("field, value, said", SAID)
-def test_what_a_refusal_says(field, value, said):
-    """A refusal names the field, what is expected (perhaps several forms) and what was got."""
-    with pytest.raises(Refused) as refused:
-        asks(CHAT, TALK | {field: value})
-    assert str(refused.value).replace('"', "").startswith(said)
 
 
 WORDS = ["text", "user", "tool", "auto", "function", "tiny-moe", "", "5", "é"]

@@ -12,10 +12,9 @@ from moelab.commands.server.template import chat_tokens
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 # Like Qwen3's: tools first, calls as JSON, thinking only after the last user's message.
 THINKING = """
-{%- if tools %}<|im_start|>system
-{{ messages[0].content if messages[0].role == 'system' }}{{ tools | tojson }}<|im_end|>
-{% elif messages[0].role == 'system' %}<|im_start|>system
-{{ messages[0].content }}<|im_end|>
+{%- set system = messages[0].content if messages[0].role == 'system' %}
+{%- if tools or system %}<|im_start|>system
+{{ system }}{{ tools | tojson if tools }}<|im_end|>
 {% endif %}
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor %}

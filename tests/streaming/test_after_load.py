@@ -17,7 +17,6 @@ from families import K
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models.switch_layers import SwitchGLU
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import moelab
 from moelab.streaming.model import load_model
@@ -132,8 +131,6 @@ def test_load_takes_what_mlx_lm_takes(random_tiny_moe):
         assert config == mlx_lm.load(str(random_tiny_moe), return_config=True)[2]
     with pytest.raises(ValueError, match="lazy=True is not possible"):
         moelab.load(random_tiny_moe, lazy=True)
-    with pytest.raises(TypeError, match="unknown_keyword"):
-        moelab.load(random_tiny_moe, unknown_keyword=1)
     with pytest.raises(ValueError, match="expected a StreamConfig, got dict"):
         moelab.load(random_tiny_moe, {"trust_remote_code": True})
 
@@ -156,34 +153,11 @@ def test_model_config_changes_what_mlx_lm_lets_it_change(hybrid):
     assert np.abs(answers(None, top_k=1) - streamed).max() > 1e-3
 
 
-def write_adapters(folder, source, fine_tune_type, keys):
-    """Write adapters as mlx_lm.lora does, with numbers that change the text; return the folder."""
-    folder.mkdir()
-    model, _ = mlx_lm_utils.load_model(source)
-    config = {"fine_tune_type": fine_tune_type, "num_layers": 4}
-    if fine_tune_type != "full":
-        lora = {"rank": 4, "scale": 10.0, "dropout": 0.0, "keys": keys}
-        config["lora_parameters"] = lora
-        linear_to_lora_layers(model, 4, lora, use_dora=fine_tune_type == "dora")
-    weights = dict(tree_flatten(model.parameters()))
-    if fine_tune_type == "full":
-        kept = {k: p for k, p in weights.items() if "layers" in k and "switch_mlp" not in k}
-        floating = (k for k, p in kept.items() if mx.issubdtype(p.dtype, mx.floating))
-        weights = kept | {k: kept[k] * 1.05 for k in floating}
-    else:
-        ends = ("lora_a", "lora_b", ".m")
-        weights = {k: p + 0.02 for k, p in weights.items() if k.endswith(ends)}
-    assert weights
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize("fine_tune_type", ["lora", "dora", "full"])
-def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
+@pytest.mark.parametrize("kind", ["lora", "dora", "full"])
+def test_adapters_of_the_backbone(kind, random_tiny_moe, tmp_path):
     """A model with adapters, given to ``load`` or loaded later, answers as mlx-lm's model does."""
-    keys = ["self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"]
-    adapters = write_adapters(tmp_path / "adapters", random_tiny_moe, fine_tune_type, keys)
+    keys = "self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj"
+    adapters = families.write_adapters(tmp_path / "adapters", random_tiny_moe, kind, *keys)
     plain = families.load_resident(random_tiny_moe)
     before = answer(plain)
     mlx_lm_utils.load_adapters(plain, str(adapters))
@@ -203,13 +177,14 @@ def test_adapters_of_the_backbone(fine_tune_type, random_tiny_moe, tmp_path):
 
 def test_adapters_of_streamed_experts_are_refused(random_tiny_moe, tmp_path):
     """A LoRA scale that is no number is refused, too. ``test_bad_input.py`` draws other damage."""
-    keys = ["mlp.switch_mlp.gate_proj"]
-    adapters = str(write_adapters(tmp_path / "adapters", random_tiny_moe, "lora", keys))
+    made = tmp_path / "experts", random_tiny_moe, "lora", "mlp.switch_mlp.gate_proj"
+    adapters = str(families.write_adapters(*made))
     streamed, resident = (moelab.StreamConfig(mode, slots=16) for mode in ("fused", "resident"))
     with pytest.raises(ValueError, match="switch_mlp.*streamed expert"):
         moelab.load(random_tiny_moe, streamed, adapter_path=adapters)
     moelab.close(moelab.load(random_tiny_moe, resident, adapter_path=adapters)[0])
-    adapters = write_adapters(tmp_path / "a", random_tiny_moe, "lora", ["self_attn.q_proj"])
+    made = tmp_path / "scale", random_tiny_moe, "lora", "self_attn.q_proj"
+    adapters = families.write_adapters(*made)
     settings = adapters / "adapter_config.json"
     settings.write_text(settings.read_text().replace("10.0", '"x"'))
     with pytest.raises(moelab.CheckpointError, match=f"{adapters}: .* a scale of 'x'"):

@@ -442,16 +442,6 @@ def test_slots_are_given_back_while_they_are_swapped(empties, room, monkeypatch)
             assert slots(60 * REST_S, 0, 0, every=10.0) == 64
 
 
-def test_slots_that_the_user_chose_stay(monkeypatch):
-    swapped = count(1)
-    monkeypatch.setattr("moelab.streaming.room.swapped_s", lambda: (next(swapped),) * 2)
-    monkeypatch.setattr("moelab.streaming.room.LOOK_S", 0.0)
-    monkeypatch.setattr("moelab.streaming.room.WATCH_S", 0.0)
-    with loaded(TINY_MOE, slots=40) as model:
-        greedy_logits(model, PROMPT, 6)
-        assert session_of(model).room.slots == 40 and next(swapped) == 1  # nobody asked
-
-
 def test_on_metal_few_freed_arrays_are_kept_and_planned(room, monkeypatch):
     """Prompts leave arrays of many sizes, and MLX would keep gigabytes of them."""
     monkeypatch.setattr(plans, "_memory", lambda: (4 * GB, GB))

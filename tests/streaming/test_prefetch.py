@@ -10,11 +10,9 @@ import families
 import mlx.core as mx
 import numpy as np
 import pytest
-from common import PROMPT, TINY_MOE, greedy_logits, loaded, needs_kernels, tries
+from common import PROMPT, TINY_MOE, greedy_logits, loaded, needs_kernels
 from families import E, K
 from faults import patch_preadv, read_in_parts
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
@@ -118,17 +116,18 @@ def test_a_prefetch_that_fails_is_read_again(want, monkeypatch):
 
 def test_prefetching_gives_way_until_all_reads_of_a_layer_have_ended(want, monkeypatch):
     read_in_parts(monkeypatch)
-    demanded, start, end = [], reader.Reader.start, reader.Reader._end_demand
+    demanded, start = [], reader.Reader.start
 
-    def ends(self):
-        assert all(read.done() for read in demanded)
-        end(self)
+    class Quiet(reader.Event):
+        def set(self):
+            assert all(read.done() for read in demanded)
+            super().set()
 
     patch_preadv(monkeypatch, lambda preadv, *args: time.sleep(0.0003) or preadv(*args))
     monkeypatch.setattr(
         reader.Reader, "start", lambda *args: demanded.extend(new := start(*args)) or new
     )
-    monkeypatch.setattr(reader.Reader, "_end_demand", ends)
+    monkeypatch.setattr(reader, "Event", Quiet)
     assert run("lookahead", want, steps=12).prefetch_issued
 
 
@@ -158,33 +157,6 @@ def test_a_block_that_is_wider_than_its_experts(name, own, tmp_path):
         loaded(path, slots=K + 1, prefetch="lookahead")
     with loaded(path, slots=K + 1, kernels="mlx") as model:
         decode(model, 4)
-
-
-@tries(150, derandomize=True)
-@given(data=st.data(), slots=st.integers(K, E), policy=st.sampled_from([*EVICTION]))
-def test_reserved_slots(data, slots, policy):
-    """No slot holds two experts, no slot gets lost, and a guess evicts none of its own experts."""
-    table, reserved = SlotTable(slots, policy), {}
-    some = st.lists(st.integers(0, E - 1), unique=True, max_size=min(slots, E))
-    for _ in range(data.draw(st.integers(1, 12))):
-        experts = data.draw(some)
-        if data.draw(st.booleans()) and not reserved:
-            held = set(table.slot_of)
-            reserved = table.reserve(experts)
-            assert held & set(experts) <= set(table.slot_of)
-            assert not set(reserved) & set(table.slot_of)
-        elif len(experts) + len(reserved) <= slots:
-            _, misses = table.choose(experts)
-            assert not set(misses.values()) & set(reserved.values())
-            table.commit(misses)
-        for e in list(reserved):
-            kind = data.draw(st.sampled_from(["keep", "release", "wait"]))
-            if kind == "keep" and e not in table.slot_of:
-                table.commit({e: reserved.pop(e)})
-            elif kind != "wait":
-                table.release([reserved.pop(e)])
-        taken = [*table.slot_of.values(), *table._free, *reserved.values()]
-        assert sorted(taken) == list(range(slots))
 
 
 @needs_kernels

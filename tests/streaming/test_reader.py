@@ -82,7 +82,7 @@ def assert_reads(reader, reads, data=DATA):
     assert_arrived(reads, data)
     assert reader.reads - before[0] == len(reads)
     assert reader.nbytes - before[1] == sum(r.nbytes for r in reads)
-    assert reader.read_s > before[2] and not reader._demand
+    assert reader.read_s > before[2] and reader._quiet.is_set()
 
 
 @pytest.fixture
@@ -173,9 +173,8 @@ def test_an_incomplete_read_is_made_again(got, file, of_8, monkeypatch):
     """If a read fails or gets too few bytes, Python reads the range again, or raises."""
     loop, wrong = native.loop(), b"\xa5" * 50
 
-    def incomplete(table, n, flags, done, flag):
-        ctypes.c_uint32.from_address(flag).value = 7
-        loop(table, n, flags, done, flag)
+    def incomplete(table, n, flags, done):
+        loop(table, n, flags, done)
         rows = np.ctypeslib.as_array((ctypes.c_int64 * (n * 9)).from_address(table)).reshape(n, 9)
         if n > 7:
             ctypes.memmove(ctypes.c_int64.from_address(int(rows[7, native.IOV])).value, wrong, 50)
@@ -222,7 +221,7 @@ def test_reading_ahead_brings_pages(tmp_path, of_8):
 @pytest.mark.parametrize("missing, asked_for", [(None, 0), (0, 40), (25, 40)])
 def test_what_is_cached_is_not_asked_for(missing, asked_for, file, of_8, monkeypatch):
     opened, asked = of_8.open(file), []
-    monkeypatch.setattr(type(opened), "read_ahead", lambda self, *place: asked.append(place))
+    monkeypatch.setattr(reader.HERE, "read_ahead", lambda fd, *place: asked.append(place))
     monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: offset != missing)
     of_8.read_ahead(ranges_of(ask(opened, [(i, [1]) for i in range(40)])))
     of_8._background.shutdown()
@@ -238,7 +237,7 @@ def test_reading_ahead_ends_when_the_reader_stops(file, of_8, monkeypatch):
             time.sleep(1e-4)
 
     monkeypatch.setattr(type(opened), "is_cached", lambda self, offset: False)
-    monkeypatch.setattr(type(opened), "read_ahead", asks)
+    monkeypatch.setattr(reader.HERE, "read_ahead", asks)
     of_8.read_ahead(ranges_of(ask(opened, [(0, [SIZE])]))[np.zeros(9, int)])
     asked.get(timeout=60)
     of_8.stop()

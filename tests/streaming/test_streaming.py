@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 import moelab
+from moelab.kernels.experts import ExpertCall
 from moelab.repack import repack
 from moelab.streaming import layers
 from moelab.streaming import model as engine
@@ -98,6 +99,28 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
         nbytes = moelab.stats(model).prefill.bytes_read
     assert len(read) == moelab.footprint(path).num_layers
     assert sum(read) > K and nbytes == sum(read) * moelab.footprint(path).expert_nbytes
+
+
+@needs_kernels
+def test_some_slots_are_filled_while_others_are_computed(monkeypatch):
+    """A long call computes a quarter of its slots at a time, and the disk is busy meanwhile."""
+    read_in_parts(monkeypatch)
+    parts, compute = [], ExpertCall.compute
+
+    def counted(call, places, its):
+        parts.append((len({*its.tolist()}), len(slots.awaited)))
+        compute(call, places, its)
+
+    monkeypatch.setattr(ExpertCall, "compute", counted)
+    with loaded(TINY_MOE, slots=16, reads="direct") as model:
+        streamed = session_of(model).layers[0]
+        slots, x = streamed.slots, mx.random.normal((1, 64, 256))
+        streamed.read([*range(16)])  # these are computed first
+        routed = (mx.arange(64)[:, None] + mx.arange(0, 64, 8)) % 64
+        streamed(x, routed[None].astype(mx.uint32))
+    assert sum(n for n, _ in parts) == 64
+    # Each of the 48 experts without a slot gets the slot of an expert that was computed.
+    assert all(n <= 4 for n, _ in parts[:12]) and all(flying for _, flying in parts[1:12])
 
 
 @pytest.mark.skipif(native.direct_loop() is None, reason="needs Linux and llvmlite")

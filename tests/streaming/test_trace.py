@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import moelab
 from moelab.hooks import hooked
-from moelab.lab.route import route_by
+from moelab.lab.decode import route_by
 from moelab.streaming.trace import MEMBERS, Trace, TraceError
 
 L = 2

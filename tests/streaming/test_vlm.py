@@ -27,8 +27,8 @@ TEXT = [(11 * i + 5) % VOCAB for i in range(12)]
 
 
 def load(path, **fields):
-    """Load with mlx-vlm's class; only families of ``BOTH`` need ``library`` for it."""
-    library = "mlx-vlm" if path.name in vlm_families.BOTH else "auto"
+    """Load with mlx-vlm's class, which ``auto`` need not choose if mlx-lm has the family, too."""
+    library = "mlx-vlm" if path.name in families.FAMILIES else "auto"
     return loaded(path, **{"slots": 4, "kernels": "mlx", "library": library} | fields)
 
 
@@ -166,7 +166,7 @@ def test_an_ngram_table_stays_on_disk(checkpoint, monkeypatch):
     model = load(path)
     (table,) = (m for m in model.modules() if isinstance(m, DiskEmbedding))
     assert not table.parameters()
-    row_nbytes = table._table.row_nbytes + ROW_NBYTES
+    row_nbytes = table._row_nbytes + ROW_NBYTES
     monkeypatch.setattr("moelab.streaming.disk_embedding.HOT_NBYTES", 30 * row_nbytes)
     np.testing.assert_array_equal(logits(model, model.make_cache()), want)
     assert len(table._hot) == 30

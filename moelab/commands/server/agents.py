@@ -6,7 +6,7 @@ Both take a conversation as items, which become a chat's messages, and answer wi
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import count
+from itertools import chain, count
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
@@ -115,13 +115,12 @@ class ItemsRequest(ChatRequest):
         return super().read(served)
 
 
-class Items:
-    """The items of a streamed answer: neighbouring runs of one kind (not calls) are one."""
+class _Items:
+    """An answer that is a list of items: neighbouring runs of one kind (not calls) are one."""
 
-    def __init__(self):
-        self._number, self._runs = -1, []  # the current item's number and runs
+    _number, _runs = -1, ()  # the current item's number and runs
 
-    def steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
+    def _steps(self, part: Part) -> Iterator[tuple[str, int, Run]]:
         """Yield triples: a step (``begin``, ``more``, ``end``, ``cut``), item number and run."""
         for run in part.runs:
             if not self._runs or self._runs[0].kind != run.kind or run.kind == "call":
@@ -137,11 +136,11 @@ class Items:
         return ((step, self._number, run) for run in joined(self._runs))
 
 
-class _Response:
-    """An answer that is a list of items."""
+class _Response(_Items):
+    """An answer of OpenAI's items."""
 
     def __init__(self, asked: Asked):
-        self._items, self._numbers = Items(), count()  # numbers of events
+        self._numbers, self._output = count(), []  # the events' numbers, the items that ended
         tools = asked.body.get("tools") or ()
         self._spaces = [tool["name"] for tool in tools if tool.get("type") == "namespace"]
         self._answer = {"id": f"resp-{asked.id}", "object": "response", "status": "in_progress"}
@@ -150,20 +149,9 @@ class _Response:
         self._answer |= {"parallel_tool_calls": asked.request.parallel_tool_calls}
 
     def whole(self, parts: list[Part]) -> Body:
-        (part,), reason = parts, None
-        steps = ["end"] * len(part.runs)
-        if part.finish == "length":
-            steps[-1:], reason = ["cut"], {"reason": "max_output_tokens"}
-        items = [*map(self._item, steps, count(), part.runs)]
-        _latest.update({item["id"]: item for item in items})
-        for number in [*_latest][:-256]:
-            del _latest[number]
-        read, cached, written = part.usage
-        usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
-        usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
-        usage["output_tokens_details"] = {"reasoning_tokens": 0}
-        ended = {"output": items, "status": STATES["cut" if reason else "end"]}
-        return self._answer | ended | {"incomplete_details": reason, "usage": usage}
+        """Make the answer that a stream's last event has."""
+        *_, last = chain(self.part(0, parts[0]), self.end(parts))
+        return last["response"]
 
     def begin(self) -> Iterable[Body]:
         yield self._event("created", response=self._answer)
@@ -173,7 +161,7 @@ class _Response:
         return self._event("in_progress", response=self._answer)
 
     def part(self, index: int, part: Part) -> Iterable[Body]:
-        for step, number, run in self._items.steps(part):
+        for step, number, run in self._steps(part):
             item, kind = self._item(step, number, run), TEXTS[run.kind]
             place = {"item_id": item["id"], "output_index": number}
             inside = place | {"content_index": 0, "logprobs": []}
@@ -185,10 +173,20 @@ class _Response:
                 called = {name: item[name] for name in ("name", "arguments") if name in item}
                 yield self._event(f"{kind}.done", **inside, **called or {"text": run.text})
                 yield self._event("output_item.done", **place, item=item)
+                self._output.append(item)
 
     def end(self, parts: list[Part]) -> Iterable[Body]:
-        answer = self.whole(parts)
-        yield self._event(answer["status"], response=answer)
+        _latest.update((item["id"], item) for item in self._output)
+        for number in [*_latest][:-256]:
+            del _latest[number]
+        read, cached, written = parts[0].usage
+        usage = {"input_tokens": read, "output_tokens": written, "total_tokens": read + written}
+        usage["input_tokens_details"] = {"cached_tokens": cached, "cache_write_tokens": 0}
+        usage["output_tokens_details"] = {"reasoning_tokens": 0}
+        cut = {"reason": "max_output_tokens"} if parts[0].finish == "length" else None
+        ended = {"status": STATES["cut" if cut else "end"], "incomplete_details": cut}
+        ended |= {"output": self._output, "usage": usage}
+        yield self._event(ended["status"], response=self._answer | ended)
 
     def _item(self, step, number, run):
         item = {"id": f"{self._answer['id']}_{number}", "status": STATES[step]} | HEADS[run.kind]
@@ -209,11 +207,10 @@ def _failed(words, param, status, code):
     return error(words, param, status, code) | {"type": "response.failed", "response": failed}
 
 
-class _Message:
-    """An answer that is a list of blocks."""
+class _Message(_Items):
+    """An answer of Anthropic's blocks."""
 
     def __init__(self, asked: Asked):
-        self._items = Items()
         self._answer = {"id": f"msg-{asked.id}", "type": "message", "role": "assistant"}
         self._answer |= {"model": asked.served.name, "content": [], "stop_reason": None}
         self._answer |= {"stop_sequence": None, "usage": _usage(len(asked.asks[0].tokens), 0, 0)}
@@ -230,7 +227,7 @@ class _Message:
         return {"type": "ping"}
 
     def part(self, index: int, part: Part) -> Iterable[Body]:
-        for step, number, run in self._items.steps(part):
+        for step, number, run in self._steps(part):
             kind, field = DELTAS[run.kind]
             if step == "begin":
                 yield _event("start", number, content_block=_block(run))

@@ -3,7 +3,7 @@
 import argparse
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ... import StreamConfig, close, footprint
 from ...checkpoint import Checkpoint
+from ...commands import arguments
 from ...commands.argument_types import (
     not_empty,
     or_auto,
@@ -20,12 +21,10 @@ from ...commands.argument_types import (
     prompt_text,
     zero_or_more,
 )
-from ...commands.arguments import add_model, add_number, add_sampling
 from ...commands.drafting import draft_config
-from ...commands.stream_options import add_stream_options, check_stream_options, stream_config
 from ...memory import memory_available
 from ...streaming.reading import native
-from .. import limit, machine, oscache, records
+from .. import limit, machine, records
 from ..arguments import MEASURED_SLOTS, Evicting, parse_modes, several
 from ..decode import BUILT_IN, oracle_share
 from ..models import folder
@@ -124,16 +123,14 @@ def measure(
 
 def _as_dict(variant):
     """Turn a variant into a dict: its config's fields, and other fields that are no defaults."""
-    own = {f.name: getattr(variant, f.name) for f in fields(variant)}
-    default = Variant(own.pop("config"))
-    set_here = {k: Path(str(v)).name for k, v in own.items() if v != getattr(default, k)}
-    return asdict(variant.config) | set_here
+    own = {k: v for k, v in vars(variant).items() if k != "config" and v != getattr(Variant, k)}
+    return asdict(variant.config) | {k: Path(str(v)).name for k, v in own.items()}
 
 
 def _sample_alone(path, name, variant, *text):
     """Run a variant in a new process, and return the columns of its row."""
     if variant.limit_nbytes or variant.cold != "no":
-        oscache.drop_pages(folder(variant.path or path))  # a page counts for its first reader
+        machine.drop_pages(folder(variant.path or path))  # a page counts for its first reader
     made, done = limit.call(
         in_own_process, path, variant, *text, what=name, nbytes=variant.limit_nbytes
     )
@@ -206,23 +203,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Tokens are checked against the resident model's. With --limits each run has a process "
         "of its own; the resident model has no limit. Exit status 3: a mode wrote other tokens."
     )
-    add_model(parser)
+    arguments.add_model(parser)
     add, texts = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
     fields_too = (
         "separated by commas; fields of StreamConfig may follow a slash, as in "
         "resident,fused,fused/readers=1/slots=32 (default: %(default)s)"
     )
     add("--modes", default="resident,serial,buffers,stacked,fused", help=fields_too)
-    add_number(parser, "--tokens", 64, "tokens that are timed in each run")
-    add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
-    add_number(parser, "--runs", 5, "rounds that are kept")
+    arguments.add_number(parser, "--tokens", 64, "tokens that are timed in each run")
+    arguments.add_number(parser, "--warmup", 16, "tokens before the clock starts", zero_or_more)
+    arguments.add_number(parser, "--runs", 5, "rounds that are kept")
     again = "give it again for more prompts; - reads standard input (default: built-in prompts)"
     texts("--prompt", type=prompt_text, action="append", metavar="TEXT", help=again)
     heldout = "prompts of N tokens of tiny-moe's held-out text; several lengths take turns"
     texts("--prompt-tokens", type=several(positive), metavar="N", help=heldout)
     fed = "read a trace's text in place of prompt and decoded tokens; TRACE:N: the prompt's last N"
     texts("--feed", metavar="TRACE", help=fed)
-    add_sampling(parser, ("--temp",))
+    arguments.add_sampling(parser, ("--temp",))
     limits = {"type": several(or_word("none", None, positive)), "metavar": "MB", "default": (None,)}
     memory = "memory of a run, page cache included; or several; none: no limit"
     add("--limits", **limits, help=memory)
@@ -238,16 +235,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cold", choices=COLD, default="no", metavar="WHEN", help=cold)
     kept = "write samples, machine and settings to FILE"
     add("--json", type=not_empty, metavar="FILE", help=kept)
-    add_stream_options(parser, MEASURED_SLOTS)
+    arguments.add_stream_options(parser, MEASURED_SLOTS)
 
 
 def run(args: argparse.Namespace) -> int:
-    configs = parse_modes(args.modes, stream_config(args))
-    check_stream_options(args, configs)  # an option without effect is an error
+    configs = parse_modes(args.modes, arguments.stream_config(args))
+    arguments.check_stream_options(args, configs)  # an option without effect is an error
     variants = crossed(
         configs,
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
-        args.draft,
+        args.draft or (),
         args.lengths,
         (False, True) if args.direct else (None,),
         {"": None, "packed": args.packed} if args.packed else {"": None},

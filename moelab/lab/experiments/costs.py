@@ -23,10 +23,9 @@ from ...streaming.model import load_model
 from ...streaming.reading import native
 from ...streaming.residency.bank import can_empty
 from ...streaming.session import session_of
-from .. import oscache, records
-from ..decode import decode
+from .. import machine, records
+from ..decode import decode, route_by
 from ..models import folder, planned, settings_of
-from ..route import route_by
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -66,7 +65,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
             f"got {E} and {K}."
         )
     settings = {"model": Path(path).name, **settings_of(planned(path)), "K": K, "samples": tokens}
-    running, rng = records.Running("costs", settings, tabled=False), np.random.default_rng(0)
+    running, rng = records.Running("costs", settings), np.random.default_rng(0)
     most, rows, models = min(K, E - K), [], {}  # the most misses that a token can have in a layer
 
     def made(misses, num):
@@ -78,7 +77,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
         bar.update(len(seconds))
 
     config = replace(config, slots=K, prefetch="none")
-    bar = tqdm(desc="measuring this machine", unit=" samples", leave=False, disable=None)
+    bar = tqdm(desc="measuring this machine (10-40 s)", unit=" samples", leave=False, disable=None)
     with ExitStack() as stack:
         past = can_empty() and native.direct_loop() is not None  # on a CPU under Linux
         for variant in (DISK, DIRECT) if past else (DISK,):
@@ -93,7 +92,7 @@ def samples_of(path: str | Path, config: StreamConfig | None = None, tokens: int
             add("token", OWN, 0, _repeat_token(model, num))
             for variant, of in models.items():
                 need = made(most, num)
-                oscache.drop_pages(path)
+                machine.drop_pages(path)
                 add("token", variant, most, _time_tokens(of, need))
         add("expert", "slots", 0, _expert_s(model, made(1, 2)[0, 0], tokens))
     if L * E * size.expert_nbytes < min(HELD_NBYTES, memory_available() / 2):
@@ -177,7 +176,7 @@ def _time_reads(models, path, most, made, tokens, rng):
     counts = sorted({1, -(-most // 4), -(-most // 2), most})
     for m in rng.permutation(np.repeat(counts, ROUNDS)).tolist():
         need = made(m, tokens // 2 + 1)
-        oscache.drop_pages(path)
+        machine.drop_pages(path)
         for variant, of in ways.items():
             bring(of, need[0])
             for row in need[1:]:

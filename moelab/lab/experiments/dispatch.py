@@ -49,9 +49,9 @@ def operations_of_layers(model: nn.Module) -> Iterator[dict[str, int]]:
 
 
 @contextmanager
-def hooked_experts(model: nn.Module, hook: Callable, only: slice = slice(None)) -> Iterator[None]:
-    """Inside the block, ``hook(call, x, indices)`` replaces calls of the chosen layers' experts."""
+def hooked_experts(model: nn.Module, hook: Callable) -> Iterator[None]:
+    """Inside the block, ``hook(call, x, indices)`` replaces calls of each layer's experts."""
     with ExitStack() as stack:
-        for _, experts in expert_modules(model)[only]:
+        for _, experts in expert_modules(model):
             stack.enter_context(hooked(experts, hook))
         yield

@@ -8,7 +8,6 @@ another machine from a few numbers. Every forecast replays a trace with ``moelab
 import argparse
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import mlx.core as mx
 
 from ... import synthesize
 from ...checkpoint import CheckpointError, temporary_folder
-from ...commands.argument_types import at_least, gigabytes, name_of, not_empty
+from ...commands.argument_types import at_least, gigabytes, not_empty
 from ...commands.arguments import add_number
 from ...configs import CONFIGS, one_of
 from ...memory import WHY_LEFT, gpu_limit
@@ -28,8 +27,7 @@ from ...replay.machine import CHIPS, DISK_SHARE, Machine, distinct, taken_of, ty
 from ...streaming.facts import ModelFacts
 from ...streaming.plan import DoesNotFit, Plan, memory_for_a_model, plan_of
 from ...system import HERE
-from ..machine import cold_gain
-from ..models import CONFIG, folder, named, planned
+from ..models import CONFIG, folder, named, planned, repack_hint
 from .costs import measure_costs
 
 # A speed is probably within this factor of its plan. ``FORMULA_NEAR``: how many published speeds
@@ -201,7 +199,6 @@ def this_machine(tokens: int = 12, tell: Callable | None = None) -> Machine:
             "plan: expected a CPU or a Mac, got a CUDA GPU, whose own memory a plan by name does "
             "not know. Give a model folder, or another machine with --ram, --ssd and --cores."
         )
-    _say_measuring()
     like, layers, experts = STAND_IN
     config = synthesize.CONFIGS[like]
     config = {**config, "text_config": {**config["text_config"], "num_experts": experts}}
@@ -209,12 +206,6 @@ def this_machine(tokens: int = 12, tell: Callable | None = None) -> Machine:
         path = synthesize.synthesize(work / "model", like, layers, config=config, progress=False)
         costs = measure_costs(path, tokens, tell)
         return Machine.measured(costs, planned(path).facts, *_memory(), mx.metal.is_available())
-
-
-def _say_measuring():
-    """Say on a terminal that the machine is measured, which takes a while."""
-    if sys.stderr.isatty():
-        print("moelab: this machine is measured, for 10 to 40 seconds", file=sys.stderr)
 
 
 def _here():
@@ -313,15 +304,14 @@ def of_folder(path: Path, ram: float | None = None, prompt: int = 1000) -> str:
     # Too little memory is refused here, before anything is measured.
     plan = plan_of(ModelFacts.of(path, CONFIG), CONFIG, most=most)
     memory, slots = plan.memory_nbytes, [plan.slots]
-    _say_measuring()
     costs, trace = measure_costs(path), typical_trace(plan.facts, TOKENS)
-    gain = cold_gain(plan.facts, costs.reads_direct)
-    best = advice.advise(plan, memory, trace, costs, packed_gain=gain)
+    best = advice.advise(plan, memory, trace, costs)
     chosen = advice.advise(plan, memory, trace, costs, slots=slots)
     machine = Machine.measured(costs, plan.facts, *_memory(ram), mx.metal.is_available())
     found = Forecast(path.name, plan, machine, chosen, OWN_SPREAD, OWN_NEAR)
+    hint = repack_hint(path, plan)
     compared = "What a replay finds best of the settings that can be chosen by hand,"
-    return f"{plan}\n{found.table(prompt)}\n{compared}\n{best}"
+    return f"{plan}\n{found.table(prompt, {'layout': hint} if hint else {})}\n{compared}\n{best}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -376,7 +366,7 @@ def _chip(text):
     try:
         return gigabytes(1)(text)
     except argparse.ArgumentTypeError:
-        return name_of(CHIPS, "the GB/s of its memory, or ")(text)
+        return one_of(CHIPS, text, "the GB/s of its memory, or ")
 
 
 def _left_free(machine, filled):

@@ -26,7 +26,7 @@ from ...prompt import vocabulary
 from ...streaming.model import load_model
 from ...streaming.session import session_of
 from ...streaming.trace import Trace
-from .. import oscache, records
+from .. import machine, records
 from ..decode import decode
 from ..models import folder
 from ..ranks import everywhere
@@ -152,7 +152,7 @@ def divided(
     def run(n, S, rate, i):
         nbytes = limit_nbytes if S else None
         if nbytes:
-            oscache.drop_pages(path)
+            machine.drop_pages(path)
         args = str(path), S, rate, *amount, bool(nbytes)
         each = everywhere(n, decode_here, *args, backend=backend, nbytes=nbytes)
         if len({(*rank["tokens"], rank["digest"]) for rank in each}) > 1:

@@ -28,7 +28,7 @@ from ...streaming.reading.reader import Reader
 from ...streaming.reading.uploading import UploadingReader
 from ...streaming.residency.residency import Residency
 from ...streaming.session import Session
-from .. import oscache, records
+from .. import machine, records
 from ..arguments import parse_modes
 from ..models import folder
 from ..texts import PROMPTS
@@ -131,7 +131,7 @@ def measure(
         from_disk = {n: c for n, c in streamed.items() if c.source == "disk"}
         configs |= {f"{name}, unified memory": (c, "0") for name, c in from_disk.items()}
     settings = {"model": path.name, "tokens": tokens, "cache_state": "cold" if cold else "warm"}
-    drop = partial(oscache.drop_pages, path) if cold else None
+    drop = partial(machine.drop_pages, path) if cold else None
     with ExitStack() as stack:
         for name, (config, copies) in configs.items():
             with unittest.mock.patch.dict(os.environ, MOELAB_CUDA_COPIES=copies):

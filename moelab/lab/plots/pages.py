@@ -55,21 +55,17 @@ FAILED = "A cell failed: the page ends there."
 ESCAPING = {"markdown2html": mistune.create_markdown(escape=True)}  # shows raw HTML as text
 
 
-def summary(notebook) -> dict[str, str]:
-    """Return a notebook's ``title`` and its ``answer``, the text after ``**Takeaway.**``."""
+def summary(notebook, name: str = "") -> dict[str, str]:
+    """Return a notebook's ``title`` (or ``name``), and its ``answer`` behind ``**Takeaway.**``."""
     texts = []
     for cell in notebook.cells:
         texts += [cell.source] * (cell.cell_type == "markdown")
         shown = (output.get("data", {}).get("text/markdown") for output in cell.get("outputs", []))
         texts += filter(None, shown)
     text = "\n\n".join(texts)
-    title = re.search(r"^# (.+)$", text, re.M)
-    takeaway = re.search(r"^> \*\*Takeaway\.\*\*(.+(?:\n>.*)*)", text, re.M)
-    if title is None or takeaway is None:
-        raise ValueError(
-            "the notebook needs a title (`# ...`) and a takeaway (`> **Takeaway.** ...`)"
-        )
-    return {"title": title[1].strip(), "answer": re.sub(r"\n>", "\n", takeaway[1]).strip()}
+    title = re.findall(r"^# (.+)$", text, re.M) or [name]
+    takeaway = re.findall(r"^> \*\*Takeaway\.\*\*(.+(?:\n>.*)*)", text, re.M) or [""]
+    return {"title": title[0].strip(), "answer": re.sub(r"\n>", "\n", takeaway[0]).strip()}
 
 
 def for_page(source: str) -> str:
@@ -83,7 +79,6 @@ def run(source: Path) -> tuple[nbformat.NotebookNode, str | None]:
     notebook, failed = nbformat.read(source, as_version=4), None
     client = NotebookClient(
         notebook,
-        timeout=None,
         startup_timeout=STARTUP_S,
         kernel_name="python3",
         store_widget_state=False,
@@ -163,12 +158,7 @@ def page(sources: list[Path], at: int, target: Path) -> str | None:
     """Run a notebook up to a cell that fails and write its page; return the error or None."""
     source, names = sources[at], [source.stem for source in sources]
     notebook, failed = run(source)
-    try:
-        said = summary(notebook)
-    except ValueError:
-        if not failed:
-            raise
-        said = {"title": source.stem, "answer": ""}
+    said = summary(notebook, source.stem)
     still(notebook, _drawn, source.stem)
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

@@ -3,15 +3,11 @@
 import html
 import math
 import textwrap
-from collections.abc import Iterable
 
 import numpy as np
 import plotly.graph_objects as go
 import plotly.io as pio
 from IPython.display import HTML, display
-
-from ..machine import card as this_card
-from ..machine import card_line, made
 
 # Okabe and Ito's colours, distinct for colour-blind readers; yellow, weak on white, comes last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#F0E442")
@@ -64,16 +60,12 @@ pio.templates["moelab"] = go.layout.Template(
         "colorway": COLORS,
         "font": {"size": 13, "color": "#222"},
         "margin": {"l": 70, "r": 30, "b": FOOTER},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
-        "hoverlabel": {"font": {"size": 13}},
         "modebar": {"remove": ["select", "lasso", "zoomin", "zoomout", "autoscale", "share"]},
         "legend": {
             "orientation": "h",
             "yref": "container",
             "y": 0,
             "yanchor": "bottom",
-            "x": 0,
             "tracegroupgap": 0,
         },
         "xaxis": _AXIS,
@@ -101,7 +93,6 @@ def fill(i: int) -> dict:
 def whiskers(low, mid, high) -> dict:
     """Error bars from the lower to the upper quartile."""
     return {
-        "type": "data",
         "array": np.subtract(high, mid),
         "arrayminus": np.subtract(mid, low),
         "thickness": 1.5,
@@ -119,41 +110,6 @@ def wrap(text: str, characters: int) -> list[str]:
             break
         lines = shorter
     return [html.escape(line, quote=False) for line in lines] or [""]
-
-
-def figure(
-    title: str,
-    x: str,
-    y: str,
-    note: str = "",
-    cards: Iterable[dict | None] = (None,),
-    height: int = PLOT_HEIGHT,
-    **layout,
-) -> go.Figure:
-    """Make an empty figure whose title says what was found and whose note says where.
-
-    ``cards`` are the machines of recorded numbers (None: this machine, now). Title and note stand
-    above the figure as text; the legend's height is added to ``height``.
-    """
-    cards = list({str(card): card for card in cards}.values())
-    hosts = {}  # by host: the dates and engines of its records
-    for card in cards:
-        of = card or this_card()
-        host = f"{of['gpu'] or of['cpu']}, {of['backend']} backend"
-        when = f"recorded {made(of)}" if card else "here"
-        hosts.setdefault(host, []).append(when)
-    short = [f"{' and '.join(dict.fromkeys(when))}: {host}" for host, when in hosts.items()]
-    return go.Figure(layout={"template": "moelab", **layout}).update_layout(
-        xaxis_title=x,
-        yaxis_title=y,
-        meta={
-            "title": title,
-            "note": "; ".join(filter(None, (note, *short))),
-            "machines": [card_line(card) for card in cards],
-        },
-        margin={"t": TOP, "b": FOOTER},
-        height=TOP + height + FOOTER,
-    )
 
 
 def ceiling(
@@ -212,8 +168,6 @@ def heading(meta: dict) -> str:
 
 def words(meta: dict) -> str:
     """HTML to stand under a figure: its finding and, folded, the figure in words."""
-    if not meta.get("alt") or not meta.get("finding"):
-        raise ValueError("a figure needs alt text and a finding: describe(fig, alt, finding)")
     told = "<br>".join(map(html.escape, (meta["alt"], *meta["machines"])))
     return (
         f"<p>{html.escape(meta['finding'])}</p>"

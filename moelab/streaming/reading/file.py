@@ -40,10 +40,6 @@ class File:
         for close in (self._close, self._close_direct):
             close()
 
-    def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Ask the system to read a range into the page cache; some systems ignore this."""
-        HERE.read_ahead(self.fd, offset, nbytes)
-
     def stat(self) -> tuple[int, int, int]:
         """The size in bytes, and the times of the last write (mtime) and change (ctime) in ns."""
         s = os.fstat(self.fd)

@@ -38,11 +38,10 @@ AT_FDCWD, STATX_DIOALIGN, STATX_NBYTES, DIO_ALIGNS = -100, 0x2000, 256, 152
 def read(table: np.ndarray, flags: int = 0, arrived: int | None = None) -> bool:
     """Read a table's ranges, also those after a failed range; return whether all bytes came.
 
-    The uint32 at address ``arrived`` becomes 1 if all bytes came and ``flags`` is 0.
+    The uint32 at address ``arrived``, 0 before, becomes 1 if all bytes came and ``flags`` is 0.
     """
-    done = ctypes.c_uint32()
-    flag = ctypes.addressof(done)
-    arguments = address_of(table), len(table), flags, flag, arrived or flag
+    done = ctypes.c_uint32() if arrived is None else ctypes.c_uint32.from_address(arrived)
+    arguments = address_of(table), len(table), flags, ctypes.addressof(done)
     # A copy from the page cache keeps a core busy, so several threads share it. Less than 2 MB are
     # copied in less time than a thread needs to start.
     if flags and code.num_threads() > 1 and table[:, NBYTES].sum() >= 2 * 1024 * 1024:
@@ -91,7 +90,7 @@ def address_of(memory: np.ndarray | memoryview | mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def loop() -> Callable[[int, int, int, int, int], None] | None:
+def loop() -> Callable[[int, int, int, int], None] | None:
     """The function behind ``read``; None where it cannot be built."""
     return built(_Loop, PREADV)
 
@@ -139,16 +138,12 @@ class TableCode(Code):
         """A function of the C library that returns 64 bits."""
         return self._declare(name, I64, arguments)
 
-    def flag(self, address):
-        """Set a uint32 to 1 after the bytes have arrived, also for a GPU that watches it."""
-        self.b.store_atomic(I32(1), self.pointer(address, I32), "release", 4)
-
 
 class _Loop(TableCode):
-    signature = "table n flags done arrived"
+    signature = "table n flags arrived"
 
     def write(self):
-        table, n, flags, done, arrived = self.arguments
+        table, n, flags, arrived = self.arguments
         table, b = self.pointer(table, I64), self.b
         more = [b.trunc(flags, I32)] if NOWAIT else []
         preadv = self.libc(PREADV, I32, I64, I32, I64, *[I32 for _ in more])
@@ -162,8 +157,8 @@ class _Loop(TableCode):
 
         missing = self.loop(*self.share(n), 1, row, [I64(0)])[1][0]
         with b.if_then(b.icmp_signed("==", missing, I64(0))):
-            self.flag(done)
-            self.flag(arrived)
+            # After the bytes have arrived, also for a GPU that watches it.
+            b.store_atomic(I32(1), self.pointer(arrived, I32), "release", 4)
 
 
 class _DirectLoop(TableCode):

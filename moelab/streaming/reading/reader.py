@@ -1,16 +1,17 @@
 """Threads that read ranges of files."""
 
-import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, Lock
 
 import numpy as np
 
 from ...interrupts import held, look
 from ...kernels.code import num_threads
+from ...system import HERE
 from . import native
 from .file import File, ReadError, check_unchanged
 from .flight import Flight, Queue
@@ -63,8 +64,9 @@ class Reader:
         self._new_pools()
         self._stops = 0  # how often the threads were stopped
         self._queue = None  # None: not tried yet. False: this system needs a thread for each read.
-        self._lock = threading.Lock()
-        self._demand = None  # a lock that is held while a layer waits for reads
+        self._lock = Lock()
+        self._quiet = Event()  # clear while a layer waits for reads by threads
+        self._quiet.set()
         self._demanded = []  # a layer's reads by threads; the layer may still wait for them
 
     def open(self, path: Path) -> File:
@@ -78,7 +80,7 @@ class Reader:
         self.check_open()
         if flights := self.fly(ranges, step):
             return flights
-        self._begin_demand()
+        self._quiet.clear()
         reads = [Threads(self._read(r)) for r in ranges.divided(step)]
         self._demanded += reads
         return reads
@@ -125,7 +127,7 @@ class Reader:
 
     def _read_behind(self, ranges):
         """Read in a thread once no layer waits for reads."""
-        self.give_way()
+        self._quiet.wait()
         if not self.closed:
             self.read_here(ranges)
 
@@ -166,13 +168,13 @@ class Reader:
         finally:
             if self._demanded:
                 self._demanded = [r for r in self._demanded if r not in reads and not r.done()]
-            if not self._demanded:
-                self._end_demand()
+            if not (self._demanded or self._quiet.is_set()):
+                self._quiet.set()
 
     def stop(self) -> None:
         """Wait until no read runs, and end the threads. The next read starts new threads."""
         self._stops += 1
-        self._end_demand()  # prefetch threads wait for this
+        self._quiet.set()  # prefetch threads wait for this
         if self._queue:
             self._queue.settle()
         for pool in (self._pool, self._background):  # if interrupted, the next ``stop`` waits
@@ -203,26 +205,7 @@ class Reader:
             for at in range(offset, offset + nbytes, AHEAD_NBYTES):
                 if self._stops != stops:
                     return
-                files[fd].read_ahead(at, min(AHEAD_NBYTES, offset + nbytes - at))
-
-    def give_way(self) -> None:
-        """Wait while a layer waits for reads."""
-        if (demand := self._demand) is not None:
-            demand.acquire()
-            with suppress(RuntimeError):  # after an exception in ``_end_demand`` the lock is free
-                demand.release()
-
-    def _begin_demand(self):
-        if self._demand is None:
-            demand = threading.Lock()
-            demand.acquire()
-            self._demand = demand
-
-    def _end_demand(self):
-        if (demand := self._demand) is not None:
-            if demand.locked():
-                demand.release()
-            self._demand = None
+                HERE.read_ahead(fd, at, min(AHEAD_NBYTES, offset + nbytes - at))
 
     def read_here(self, ranges: Ranges, arrived: int | None = None) -> None:
         """Read ranges one after the other in the calling thread (see ``read_ranges``)."""

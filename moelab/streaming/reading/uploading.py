@@ -1,6 +1,5 @@
 """A reader for a CUDA GPU: threads read into pinned memory, from which the GPU copies."""
 
-from collections import deque
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -54,21 +53,16 @@ class UploadingReader(Reader):
         if not ranges.may_copy:
             return super().start(ranges, step)
         self.check_open()
-        self._begin_demand()
+        self._quiet.clear()
         memory = self._take(ranges.nbytes)
         memory.flags[:] = 0
-        begun = Begun(memory=memory)
-        parts = self._divided(ranges.moved(memory.address))
-        source, places = memory.address, _cut(ranges.memory(), [part.nbytes for part in parts])
-        for i, (part, into) in enumerate(zip(parts, places)):
-            flag = memory.flag + 4 * i
-            for to, nbytes in into:
-                begun.copies.append(cuda.Copy(source, to, nbytes, flag))
-                source += nbytes
+        begun, parts = Begun(memory=memory), self._divided(ranges.moved(memory.address))
+        for i, part in enumerate(parts):
             if self._is_small(ranges):
                 self._read_piece(part, memory, i)
             else:
                 begun.futures.append(self._pool.submit(self._read_piece, part, memory, i))
+        begun.copies = _copies(memory, parts, ranges.memory())
         self._demanded.append(begun)
         return [begun]
 
@@ -117,7 +111,7 @@ class UploadingReader(Reader):
         super().stop()
         for memory in self._memory:
             memory.flags[:] = 1  # the GPU also waits for the flags of cancelled reads
-        self._mailbox.forget()
+        self._mailbox.sent = None  # nothing computes this array after an error
         mx.synchronize()
         self._free, self._copying = self._memory.copy(), []
 
@@ -126,16 +120,13 @@ class UploadingReader(Reader):
         self._memory, self._free = [], []
 
 
-def _cut(parts, sizes):
-    """Divide parts of memory, each an address and its bytes, into groups of ``sizes`` bytes."""
-    parts = deque(parts)
-    for size in sizes:
-        group = []
-        while size:
-            address, nbytes = parts.popleft()
-            if nbytes > size:
-                parts.appendleft((address + size, nbytes - size))
-                nbytes = size
-            group.append((address, nbytes))
-            size -= nbytes
-        yield group
+def _copies(memory, parts, pieces):
+    """Copy what each of ``parts`` reads to pieces of memory, each an address and its bytes."""
+    to, nbytes = np.array(pieces).T
+    ends, part_ends = nbytes.cumsum(), np.cumsum([part.nbytes for part in parts])
+    cuts = np.union1d(ends, part_ends)
+    firsts = np.append(0, cuts[:-1])
+    piece, part = (np.searchsorted(e, firsts, "right") for e in (ends, part_ends))
+    into = to[piece] + firsts - (ends - nbytes)[piece]
+    rows = memory.address + firsts, into, cuts - firsts, memory.flag + 4 * part
+    return [cuda.Copy(*row) for row in np.stack(rows, 1).tolist()]

@@ -12,7 +12,7 @@ from ..counters import Counting
 from ..cuda import MAILBOX_SIZE, Copy, Handover
 from ..reading.reader import Reader
 from .bank import SlotBank
-from .layer import PART_NBYTES, LayerSlots
+from .layer import PART_NBYTES
 
 # The experts of a prompt are read ahead if the prompt has at least ``AHEAD_PAIRS`` (token, expert)
 # pairs for each expert, and if the layer before needed at least ``AHEAD_SHARE`` of its experts.
@@ -64,11 +64,6 @@ class Residency:
         self.layers, self.prefetches = [], False  # in a mode without slots there are no layers
         self._finish = None  # finishes the reads that the GPU waits for
 
-    def add(self, *given) -> LayerSlots:
-        """Add the next layer; ``given`` are the first four arguments of its ``LayerSlots``."""
-        self.layers.append(LayerSlots(*given, self._reader, self._counting))
-        return self.layers[-1]
-
     def bring(
         self, i: int, pairs: Pairs, computed: Sequence[mx.array], x: mx.array
     ) -> Iterator[Arrived]:
@@ -93,7 +88,6 @@ class Residency:
         held = [e for e in needed if e in table.slot_of]
         while held or missing or layer.awaited:
             ready, flying = {}, {e for group in layer.awaited for e in group.slots}
-            room = len(held), len(missing)
             n, m = (len(held), len(missing)) if at_once else self._room(layer, held, flying)
             now, held, missing = held[:n] + missing[:m], held[n:], missing[m:]
             if now:
@@ -157,13 +151,6 @@ class Residency:
         """Note the output ``y`` of a layer's call: ``y`` reads slots until it is evaluated."""
         if self.layers[i].host is not None:
             self.layers[i].host.after = y
-
-    def read(self, i: int, experts: list[int]) -> None:
-        """Read at most S distinct experts into a layer's slots as a call does; compute nothing."""
-        layer = self.layers[i]
-        layer.report()
-        layer.collect(experts)
-        layer.read(layer.choose(experts)[1])
 
     def settle(self) -> None:
         """Wait for reads that the GPU waits for. If a read failed, the GPU's results are wrong."""
