@@ -62,7 +62,7 @@ SLOW = {
     # Both drafts stay: one with a streamed model, one with a resident model (5 times as slow).
     "::test_greedy_text_at_every_block_size": "1-tiny-dflash-fused-fast|0-tiny-draft-resident-mlx",
     # The other draft differs in its weights only.
-    "::test_acceptance_and_the_targets_own_text": "dflash|mtp",
+    "::test_acceptance": "dflash|mtp",
     # Each sixth case stays. The others try the same rule with other samplers.
     "::test_the_same_seed_writes_the_same_text": 6,
     # The policy stays: it varies the number of drafted tokens.

@@ -3,10 +3,6 @@
 from dataclasses import dataclass, replace
 from math import isnan, nan
 
-import numpy as np
-
-from ..streaming.residency.layer import PART_NBYTES
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -62,14 +58,3 @@ class Costs:
             warm_s_per_byte=self.warm_s_per_byte / factor,
             warm_call_s=self.warm_call_s / factor,
         )
-
-    def reads_s(
-        self, warm: np.ndarray, cold: np.ndarray, nbytes: int, experts_s: float
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return each layer's seconds of reads: from the page cache, from the disk, and hidden."""
-        copies_s = warm * (nbytes * self.warm_s_per_byte)
-        copies_s += self.warm_call_s * ((warm > 0) & (cold == 0))
-        disk_s = cold * (nbytes * self.cold_s_per_byte) + self.cold_call_s * (cold > 0)
-        overlaps = warm + cold >= max(1, PART_NBYTES // nbytes)  # as ``Residency`` decides
-        hidden_s = self.overlap * np.where(overlaps, np.minimum(copies_s + disk_s, experts_s), 0.0)
-        return copies_s, disk_s, hidden_s

@@ -7,6 +7,7 @@ from math import isqrt
 
 import numpy as np
 
+from ..streaming.residency.layer import PART_NBYTES
 from ..streaming.trace import Trace
 from .costs import Costs
 from .eviction import held
@@ -85,9 +86,12 @@ def replay(
 
     asked, cold = count(), count(~found)
     warm = asked - cold
-    experts_s = K * costs.expert_s
-    copies_s, disk_s, hidden_s = costs.reads_s(warm, cold, expert_nbytes, experts_s)
-    n = T - skip
+    experts_s, n = K * costs.expert_s, T - skip
+    copies_s = warm * (expert_nbytes * costs.warm_s_per_byte)
+    copies_s += costs.warm_call_s * ((warm > 0) & (cold == 0))
+    disk_s = cold * (expert_nbytes * costs.cold_s_per_byte) + costs.cold_call_s * (cold > 0)
+    overlaps = asked >= max(1, PART_NBYTES // expert_nbytes)  # as ``Residency`` decides
+    hidden_s = costs.overlap * overlaps * np.minimum(copies_s + disk_s, experts_s)
     return Replay(
         token_s=costs.fixed_s + L * experts_s + (copies_s + disk_s - hidden_s).sum(1),
         app_hit_rate=1 - asked.sum() / (n * L * K),
@@ -126,17 +130,11 @@ def cached(units: np.ndarray, num_units: int, nbytes: float, unit_nbytes: int = 
     if not capacity:
         return found
     ratio = max(1, isqrt(10 * (int(min(nbytes, num_units * unit_nbytes)) >> 30)))
-    found[_missed_pages(units.tolist(), capacity, ratio)] = False
-    return found
-
-
-def _missed_pages(units, capacity, ratio):
-    """Return the indices of the reads that miss Linux's two lists."""
     # Each list maps a unit to whether it was referenced; the tail comes first.
     inactive, active = OrderedDict(), OrderedDict()
     # ``age`` counts reclaims and activations; ``left`` has ``age`` at each unit's last reclaim.
     age, left, missed = 0, {}, []
-    for i, u in enumerate(units):
+    for i, u in enumerate(units.tolist()):
         if u in active:
             active[u] = True
             continue
@@ -160,4 +158,5 @@ def _missed_pages(units, capacity, ratio):
             reclaimed, _ = inactive.popitem(last=False)
             left[reclaimed] = age
             age += 1
-    return missed
+    found[missed] = False
+    return found

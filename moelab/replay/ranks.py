@@ -1,11 +1,10 @@
 """Replay a routing with experts divided over ranks: a layer waits for the rank that reads most."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from ..streaming.residency.table import SlotTable
 
 
 def reads(
@@ -25,28 +24,29 @@ def reads(
     found = np.zeros((T, L, ranks), np.int64)
     for layer in range(L):
         hot = set(shared[layer]) if shared else ()
-        tables = [SlotTable(slots - len(hot)) for _ in range(ranks)]
+        held = [deque(maxlen=slots - len(hot)) for _ in range(ranks)]  # least recently used first
         for t, needed in enumerate(experts[:, layer].tolist()):
             needed = [e for e in needed if e not in hot]
             if owners is None:
-                mine = _divided(needed, tables)
+                mine = _divided(needed, held)
             else:
                 mine = [[e for e in needed if owners[layer, e] == r] for r in range(ranks)]
-            for rank, table in enumerate(tables):
-                for wave in table.waves(mine[rank]):
-                    misses = table.choose(wave)[1]
-                    table.commit(misses)
-                    found[t, layer, rank] += len(misses)
+            for rank, own in enumerate(held):
+                for e in sorted(mine[rank], key=own.count, reverse=True):  # held ones first
+                    if e in own:
+                        own.remove(e)
+                    else:
+                        found[t, layer, rank] += 1
+                    own.append(e)
     return found
 
 
-def _divided(needed, tables):
+def _divided(needed, held):
     """Give each rank the needed experts that it holds, and a share of those that no rank holds."""
-    mine = [[e for e in needed if e in table.slot_of] for table in tables]
-    held, misses = {e for own in mine for e in own}, [0] * len(tables)
+    mine, misses = [[e for e in needed if e in own] for own in held], [0] * len(held)
     for e in needed:
-        if e not in held:
-            rank = min(range(len(tables)), key=lambda r: (misses[r], len(mine[r])))
+        if not any(e in own for own in held):
+            rank = min(range(len(held)), key=lambda r: (misses[r], len(mine[r])))
             mine[rank].append(e)
             misses[rank] += 1
     return mine

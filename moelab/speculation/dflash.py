@@ -4,7 +4,6 @@ Chen et al., DFlash: Block Diffusion for Flash Speculative Decoding (arXiv 2602.
 published drafts load as they are. In shapes, b is the block size, n the number of layers read.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..checkpoint.checkpoint import check_config, check_fork, checked
 from ..checkpoint.files import read_json, readable, shorten
 from ..checkpoint.headers import merge_headers, read_header
 from ..prompt import vocabulary
-from .policy import MAX_DRAFTS
+from .drafts import Choose, Draft
 from .target import compute_alike, embedding_and_head
 
 # The draft reads its queued features once this many tokens wait, at most this many at a time.
@@ -128,7 +127,7 @@ class DFlashModel(nn.Module):
         return self.norm(x)
 
 
-class DFlashDraft:
+class DFlashDraft(Draft):
     """A DFlash draft for ``moelab.speculative_generate`` (Chen et al., arXiv 2602.06036).
 
     It guesses a block of tokens at once, from the outputs of some of its target's layers. It takes
@@ -143,13 +142,10 @@ class DFlashDraft:
         CheckpointError: If the folder has no such draft, or its files are damaged.
     """
 
-    verify_tokens = MAX_DRAFTS + 1
-
     def __init__(self, path_or_hf_repo: str | Path):
         self.model = load_model(path_or_hf_repo)
         args = self.model.args
         self.block_size, self.layer_ids = args.block_size, tuple(args.target_layer_ids)
-        self.cache = []
 
     def make_cache(self) -> list:
         return self.model.make_cache()
@@ -187,7 +183,7 @@ class DFlashDraft:
             self._read_queue()
             mx.eval([c.state for c in self.cache])
 
-    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
+    def propose(self, last: int, n: int, choose: Choose) -> mx.array:
         self._read_queue()
         if not n:
             mx.eval([c.state for c in self.cache])

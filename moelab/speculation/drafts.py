@@ -24,23 +24,26 @@ class Draft(Protocol):
     A draft serves one sequence, B = 1. A round has three steps: ``propose``; one pass of the target
     over ``[last, *proposed]``; ``extend`` with the pass's accepted tokens, ``last`` first. ``last``
     is the newest token: it is accepted, but not yet in the target's cache. In ``extend`` a draft
-    also drops its state of refused guesses.
+    also drops its state of refused guesses. A subclass inherits that it reads no layers and has
+    no caches.
     """
 
-    layer_ids: Sequence[int]
+    layer_ids: Sequence[int] = ()
     """Decoder layers of the target whose outputs the draft reads (0: the first); () for none."""
 
-    cache: list
-    """The draft's state as mlx-lm caches, which can be saved; [] for none. Set by ``bind``."""
+    cache: Sequence = ()
+    """The draft's state as mlx-lm caches, which can be saved; () for none. Set by ``bind``."""
 
-    verify_tokens: int
+    verify_tokens: int = MAX_DRAFTS + 1
     """The most tokens of a verify pass; ``load(draft=)`` reserves memory for their states."""
 
     def make_cache(self) -> list:
         """Make caches for a new sequence, in the order of ``cache``; [] for none."""
+        return []
 
     def read_zeros(self) -> list:
         """Return unevaluated caches of two tokens, from which ``load`` estimates longer caches."""
+        return []
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         """Start a sequence for a target, or go on from the state in ``cache``.
@@ -66,7 +69,7 @@ class Draft(Protocol):
         """
 
 
-class ModelDraft:
+class ModelDraft(Draft):
     """A small mlx-lm model as a draft. It is in memory and has the target's tokenizer.
 
     Args:
@@ -74,10 +77,8 @@ class ModelDraft:
             kernels that it was loaded with.
     """
 
-    layer_ids, verify_tokens = (), MAX_DRAFTS + 1
-
     def __init__(self, model: nn.Module):
-        self.model, self.cache = model, []
+        self.model = model
 
     def make_cache(self) -> list:
         return make_prompt_cache(self.model)
@@ -142,7 +143,7 @@ class TokenCache:
         return n
 
 
-class LookupDraft:
+class LookupDraft(Draft):
     """Prompt lookup (Saxena 2023): proposes what followed an earlier occurrence of the last tokens.
 
     It needs no model, and is good where text repeats itself. It takes the longest of the latest 16
@@ -150,18 +151,11 @@ class LookupDraft:
     match has: a longer match is likely to go on for longer. For the methods see ``Draft``.
     """
 
-    layer_ids, verify_tokens = (), MAX_DRAFTS + 1
     _SHORTEST = 4  # tokens that must match
     _OCCURRENCES = 16  # the latest matches that are compared
 
-    def __init__(self):
-        self.cache = []
-
     def make_cache(self) -> list:
         return [TokenCache()]
-
-    def read_zeros(self) -> list:
-        return []
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         self.cache = cache or self.make_cache()

@@ -187,17 +187,6 @@ def speculative_generate_step(
         yield from _Rounds(target, chooser, policy, prompt[-1:], max_tokens).tokens()
 
 
-@dataclass(frozen=True)
-class _Proposal:
-    """The drafts of a round that began at ``begin`` and asked for ``asked`` drafts."""
-
-    begin: float
-    asked: int
-    guesses: list[int]
-    missed_s: float  # seconds in which the draft first read tokens that it had not drafted
-    draft_s: float  # seconds until the guesses were there, ``missed_s`` included
-
-
 class _Rounds:
     """The rounds of one text, from the prompt's last token on."""
 
@@ -209,8 +198,9 @@ class _Rounds:
         self._last, self._pending = last, None
         self._left = max_tokens if max_tokens >= 0 else float("inf")
         self._number = 0  # the round's number
-        self._missed = 0  # tokens since the draft was last asked; it has not read them
-        self._in_flight = False  # whether the last round, without drafts, began this round's token
+        # Tokens since the draft was last asked, which it has not read. Each of their rounds began
+        # the next round's token.
+        self._missed = 0
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:
         """Yield ``speculative_generate_step``'s tuples."""
@@ -226,11 +216,13 @@ class _Rounds:
                     yield self._last.item(), *pending
                 if not self._left:
                     break
-                proposal = self._propose(n)
-                if proposal.guesses:
-                    yield from self._round_with_drafts(proposal)
+                begin = time.perf_counter()
+                guesses, missed_s = self._propose(n)
+                seconds = time.perf_counter() - begin, missed_s
+                if guesses:
+                    yield from self._round_with_drafts(guesses, *seconds)
                 else:
-                    yield from self._round_without_drafts(proposal)
+                    yield from self._round_without_drafts(begin, n, *seconds)
                 self._number += 1
                 if self._number % 256 == 0:
                     mx.clear_cache()  # caches have grown into larger arrays, as in mlx-lm's loop
@@ -240,30 +232,29 @@ class _Rounds:
         self._finish()
 
     def _propose(self, n):
+        """Return guesses, and the seconds in which the draft first read tokens that it missed."""
+        if not n:
+            return [], 0.0
         begin = time.perf_counter()
-        guesses, missed_s = [], 0.0
-        if n:
-            if self._missed:
-                self._draft.catch_up()
-            missed_s = time.perf_counter() - begin
-            with self._chooser.drafting() as choose:
-                guesses = self._draft.propose(self._last.item(), n, choose)
-        return _Proposal(begin, n, guesses, missed_s, time.perf_counter() - begin)
+        if self._missed:
+            self._draft.catch_up()
+        missed_s = time.perf_counter() - begin
+        with self._chooser.drafting() as choose:
+            return self._draft.propose(self._last.item(), n, choose), missed_s
 
-    def _round_without_drafts(self, proposal):
+    def _round_without_drafts(self, begin, asked, draft_s, missed_s):
         """Compute one token while the previous token is yielded."""
         following, logprobs = self._chooser(self._target.read(self._last))
         mx.async_eval(following)  # before the wait for ``_last``, as mlx-lm does
         self._target.keep(1)
         token, pending = self._last.item(), self._pending
-        seconds = time.perf_counter() - proposal.begin
-        if proposal.asked:  # the draft was asked, and guessed nothing
-            self._tell_drafted(proposal, 0, self._policy.plain_s)
+        seconds = time.perf_counter() - begin
+        if asked:  # the draft was asked, and guessed nothing
+            self._tell_drafted(0, 0, draft_s, missed_s, self._policy.plain_s)
         else:
-            if self._in_flight:
+            if self._missed:
                 self._policy.plain(seconds)
             self._missed += 1
-            self._in_flight = True
         round = Round(self._number, verify_s=seconds)
         self._last, self._pending = following, (logprobs[0], False, round)
         self._chooser.commit(following)
@@ -271,17 +262,17 @@ class _Rounds:
             self._left -= 1
             yield token, *pending
 
-    def _round_with_drafts(self, proposal):
+    def _round_with_drafts(self, guesses, draft_s, missed_s):
         """Yield the drafts that the target accepts. The target's own token is then pending."""
-        drafts = mx.array(proposal.guesses, mx.uint32)
+        begin, drafts = time.perf_counter(), mx.array(guesses, mx.uint32)
         logits = self._target.read(mx.concatenate([self._last, drafts]))
         tokens, logprobs = self._chooser(logits, drafts)  # for the drafts' positions and one more
         chosen = tokens.tolist()
-        accepted = num_accepted(proposal.guesses, chosen)
+        accepted = num_accepted(guesses, chosen)
         self._chooser.commit(tokens[: accepted + 1])
-        verify_s = time.perf_counter() - proposal.begin - proposal.draft_s
-        round = Round(self._number, drafts.size, accepted, proposal.draft_s, verify_s)
-        self._tell_drafted(proposal, accepted, verify_s)
+        verify_s = time.perf_counter() - begin
+        round = Round(self._number, drafts.size, accepted, draft_s, verify_s)
+        self._tell_drafted(drafts.size, accepted, draft_s, missed_s, verify_s)
         self._last = tokens[accepted : accepted + 1]
         self._pending = logprobs[accepted], False, round
         for i in range(accepted):
@@ -290,11 +281,10 @@ class _Rounds:
             yield chosen[i], logprobs[i], True, round
         self._target.keep(accepted + 1)
 
-    def _tell_drafted(self, proposal, accepted, verify_s):
-        drafted, missed_s = len(proposal.guesses), proposal.missed_s
-        draft_s = proposal.draft_s - missed_s
-        self._policy.drafted(drafted, accepted, draft_s, verify_s, self._missed, missed_s)
-        self._missed, self._in_flight = 0, False
+    def _tell_drafted(self, drafted, accepted, draft_s, missed_s, verify_s):
+        seconds = draft_s - missed_s, verify_s
+        self._policy.drafted(drafted, accepted, *seconds, self._missed, missed_s)
+        self._missed = 0
 
     def _finish(self):
         # The caches must hold every token that was yielded, and no other.

@@ -6,7 +6,6 @@ hidden state for each further guess. The layer uses the target's embedding and o
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from ..checkpoint.checkpoint import check_fork, checked, remedy, say
 from ..hooks import with_globals
 from ..prompt import vocabulary
 from .dflash import QUEUED_TOKENS
-from .policy import MAX_DRAFTS
+from .drafts import Choose, Draft
 from .target import compute_alike, embedding_and_head
 
 SIDECAR = "qwen3_5_mtp"  # the ``model_type`` of a folder that has a head alone
@@ -187,7 +186,7 @@ def load_head(path_or_hf_repo: str | Path) -> nn.Module:
     return head
 
 
-class MTPDraft:
+class MTPDraft(Draft):
     """A model's own draft head (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
     The head is loaded from the target's checkpoint, if that has the head's tensors, or from a
@@ -202,12 +201,11 @@ class MTPDraft:
         CheckpointError: If there is no head of a known family, or its files are damaged.
     """
 
-    verify_tokens = MAX_DRAFTS + 1
     layer_ids = (-1,)  # the target's last layer; its final norm is computed here
 
     def __init__(self, path_or_hf_repo: str | Path):
         self.model = load_head(path_or_hf_repo)
-        self.cache, self._name = [], path_or_hf_repo
+        self._name = path_or_hf_repo
         # Counts over all texts. A round's drafts are compared up to the first refused one.
         self._drafted = self._compared = self._accepted = 0
 
@@ -254,7 +252,7 @@ class MTPDraft:
         if sum(h.shape[0] for h in self._hidden) > QUEUED_TOKENS:
             self.propose(0, 0, None)
 
-    def propose(self, last: int, n: int, choose: Callable[[mx.array], mx.array]) -> mx.array:
+    def propose(self, last: int, n: int, choose: Choose) -> mx.array:
         guesses, nothing = [], mx.array([], mx.uint32)
         if not self._hidden:  # only the text's first token is there, as ``last``
             return nothing

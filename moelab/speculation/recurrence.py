@@ -27,17 +27,16 @@ class Form(NamedTuple):
 
     state: str  # the argument that is the state
     inputs: dict[str, int]  # arguments with one entry for each token, and their time axis
-    axis: int  # the output's time axis
 
 
 # Keys are functions that a layer's Python file imports, and the layer's method ``ssm_step``. If a
 # family's recurrence is missing here, ``Rollback`` uses the strategy ``restore``. The test
 # ``tests/speculation/test_rollback.py`` fails until ``tests/helpers/drafting.py`` names the family.
 RECURRENCES = {
-    "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1), 1),
-    "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1), 1),
-    "recurrent_gla": Form("h", dict(q=2, k=2, v=2, mask=1), 2),
-    "ssm_step": Form("state", dict(x=1), 1),
+    "gated_delta_update": Form("state", dict(q=1, k=1, v=1, a=1, b=1, mask=1)),
+    "ssm_update": Form("state", dict(hidden_states=1, B=1, C=1, dt=1, mask=1)),
+    "recurrent_gla": Form("h", dict(q=2, k=2, v=2, mask=1)),
+    "ssm_step": Form("state", dict(x=1)),
 }
 
 
@@ -102,7 +101,7 @@ class _Recurrence:
         arguments, tape = bound.arguments, self.recorder.tape
         if tape is None:
             return self._call(arguments)
-        name, axis = next(iter(self.form.inputs.items()))
+        name, axis = next(iter(self.form.inputs.items()))  # the output has the same time axis
         # Mamba's method gets one token at a time, [B, channels].
         T = arguments[name].shape[axis] if arguments[name].ndim > 2 else 1
         if T == 1 or self._is_fast or not self.recorder.keep_states:
@@ -111,13 +110,13 @@ class _Recurrence:
             kept = [x for x in kept if x is not None]
             step = _Step(T, state, lambda n: self._over(arguments, 0, n)[1], kept)
         else:
-            y, states = self._with_states(arguments, T)
+            y, states = self._with_states(arguments, T, axis)
             kept = [states] if isinstance(states, mx.array) else states
             step = _Step(T, states[-1], lambda n: states[n - 1], kept)
         tape.steps.append(step)
         return y, step.state
 
-    def _with_states(self, arguments, T):
+    def _with_states(self, arguments, T, axis):
         """Return the output and the states after every token, as a kernel's array or a list."""
         if self._on_cuda(arguments):
             return self._call(arguments, every=True)
@@ -127,7 +126,7 @@ class _Recurrence:
             arguments = {**arguments, self.form.state: state}
             ys.append(y)
             states.append(state)
-        return mx.concatenate(ys, axis=self.form.axis), states
+        return mx.concatenate(ys, axis=axis), states
 
     def _over(self, arguments, a, b):
         """Run the recurrence over tokens ``[a:b]``; return output and state."""
@@ -211,7 +210,10 @@ class Recorder:
         *inputs, state = did.inputs
 
         def earlier(n):
-            return kernels.to_mlx(kernels.gated_delta.recur(*(a[:, :n] for a in inputs), state)[1])
+            first = [a[:, :n] for a in inputs]
+            if len(state) > 1:  # ``recur`` expects the next text where a text's tokens end
+                first = map(np.ascontiguousarray, first)
+            return kernels.to_mlx(kernels.gated_delta.recur(*first, state)[1])
 
         tape.steps.append(_Step(inputs[0].shape[1], cache[1], earlier, list(did.inputs)))
 

@@ -4,7 +4,10 @@ import json
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
+
+from moelab.speculation.dflash import DFlashArgs, DFlashModel
 
 D, V, L, b = 32, 64, 6, 5
 CONFIG = {  # the keys of z-lab's config.json, with small sizes
@@ -24,29 +27,12 @@ CONFIG = {  # the keys of z-lab's config.json, with small sizes
 
 def write_draft(folder, seed=0, **changes):
     """Write a random bfloat16 draft in z-lab's layout; return its weights as float64."""
-    config = {**CONFIG, **changes}
-    rng = np.random.default_rng(seed)
-    keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
-    H, K, d, F = (config[key] for key in keys)
-    n, hidden = len(config["dflash_config"]["target_layer_ids"]), config["hidden_size"]
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        **{f"self_attn.{x}_norm": (d,) for x in "qk"},
-        "self_attn.q_proj": (H * d, hidden),
-        "self_attn.o_proj": (hidden, H * d),
-        **{f"self_attn.{x}_proj": (K * d, hidden) for x in "kv"},
-        **{f"mlp.{x}_proj": (F, hidden) for x in ("gate", "up")},
-        "mlp.down_proj": (hidden, F),
-    }
-    shapes = {"fc": (hidden, n * hidden), "hidden_norm": (hidden,), "norm": (hidden,)}
-    for i in range(config["num_hidden_layers"]):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
-    weights = {}
-    for name, shape in shapes.items():
-        w = rng.normal(size=shape)
-        w = 1 + 0.2 * w if len(shape) == 1 else w * shape[1] ** -0.5
-        weights[f"{name}.weight"] = mx.array(w).astype(mx.bfloat16)
+    config, rng, weights = {**CONFIG, **changes}, np.random.default_rng(seed), {}
+    model = DFlashModel(DFlashArgs.from_dict({**config, "block_size": b}))  # its names are z-lab's
+    for name, p in tree_flatten(model.parameters()):
+        w = rng.normal(size=p.shape)
+        w = 1 + 0.2 * w if p.ndim == 1 else w * p.shape[1] ** -0.5
+        weights[name] = mx.array(w).astype(mx.bfloat16)
     folder.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config))

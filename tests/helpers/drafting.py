@@ -6,13 +6,14 @@ from functools import cache as once
 import families
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 import moelab
 from moelab.lab.texts import heldout_prompts
 from moelab.speculation import rollback
+from moelab.speculation.drafts import Draft
 from moelab.speculation.generate import speculative_generate_step
 
 MODELS = moelab.DATA / "models"
@@ -69,14 +70,9 @@ def seen(c):
         return []
     if isinstance(c, RotatingKVCache):
         n = min(c.offset, c.max_size - 1)
-        keys, values = (
-            c._temporal_order(x) if c.offset >= c.max_size else x[..., : c._idx, :]
-            for x in (c.keys, c.values)
-        )
-        return [x[..., x.shape[2] - n :, :] for x in (keys, values)]
+        return [c._temporal_order(x)[..., -n:, :] for x in (c.keys, c.values)]
     if hasattr(c, "keys_and_values"):
-        pair = c.keys_and_values()
-        return [a for x in pair for a in (x if isinstance(x, (tuple, list)) else [x])]
+        return [a for _, a in tree_flatten(c.keys_and_values())]
     return [c.keys[..., : c._idx, :], c.values[..., : c._idx, :]]
 
 
@@ -98,16 +94,11 @@ def difference(cache, other):
     return worst
 
 
-class Guess:
+class Guess(Draft):
     """A draft without a model: proposes ``guess(tokens so far, n, choose)``."""
 
-    layer_ids = ()
-
     def __init__(self, guess):
-        self.guess, self.cache = guess, []
-
-    def make_cache(self):
-        return []
+        self.guess = guess
 
     def bind(self, model, cache=None):
         self.tokens = []

@@ -124,16 +124,13 @@ def test_capture_hears_its_layers_and_leaves_nothing():
     assert [type(layer) for layer in other.layers] == classes
 
 
-OTHER_LAYERS = {"mask_token_id": 7, "target_layer_ids": [1, 2, L]}
-
-
 @pytest.mark.parametrize(
     "changes, of_target, message",
     [
         ({}, {"vocab": V + 1}, "vocabulary of 65, .* got 64"),
         ({}, {"hidden": 2 * D}, "hidden size of 64, .* got 32"),
         ({}, {"layers": L + 1}, "layers of 7, .* got 6"),
-        ({"dflash_config": OTHER_LAYERS}, {}, r"from 0 to 5, .* got \[1, 2, 6\]"),
+        ({"dflash_config": {"mask_token_id": 7, "target_layer_ids": [L]}}, {}, r"5, .* got \[6\]"),
         ({"block_size": 1}, {}, "got ValueError: a block_size of 1"),
     ],
 )
@@ -194,14 +191,11 @@ def test_a_long_text_is_read_in_parts_that_take_little_memory():
 @pytest.mark.parametrize(
     "name, n, least", [("tiny-dflash", 15, 2.5), ("tiny-draft", 15, 3.0), ("tiny-mtp", 1, 1.6)]
 )
-def test_acceptance_and_the_targets_own_text(name, n, least):
-    """Drafts change no text. On held-out code tau is far above the 1.0 of an untrained draft."""
-    model, draft = trained(), open_draft(MODELS / name)
-    accepted = []
+def test_acceptance(name, n, least):
+    """On held-out code tau is far above the 1.0 of an untrained draft."""
+    draft, accepted = open_draft(MODELS / name), []
     for prompt in heldout_prompts(TINY_MOE, "code", 64)[::60][:2]:
-        made = steps(model, prompt, draft, n, 48)
-        assert [t for t, *_ in made] == plain(model, prompt, 48)
-        rounds = dict.fromkeys(r for *_, r in made)
+        rounds = dict.fromkeys(r for *_, r in steps(trained(), prompt, draft, n, 48))
         accepted += [r.accepted for r in rounds if r.drafted == n]
     assert 1 + np.mean(accepted) >= least
 
@@ -238,12 +232,11 @@ HEAD, T = MODELS / "tiny-mtp", 9
 def random_weights(module):
     """Random weights for a module's parameters, by name; norms have values as in trained models."""
     mx.random.seed(1)
-    shapes = {k: p.shape for k, p in tree_flatten(module.parameters())}
-    near = {
-        k: ("norm" in k and len(s) == 1) * (1.75 if "k_norm" in k or "q_norm" in k else 1)
-        for k, s in shapes.items()
-    }
-    return {k: 0.1 * mx.random.normal(s) + near[k] for k, s in shapes.items()}
+    weights = {}
+    for k, p in tree_flatten(module.parameters()):
+        near = ("norm" in k and p.ndim == 1) * (1.75 if "k_norm" in k or "q_norm" in k else 1)
+        weights[k] = near + 0.1 * mx.random.normal(p.shape)
+    return weights
 
 
 def write(folder, weights, config):

@@ -18,11 +18,8 @@ from moelab.speculation.drafts import LookupDraft, ModelDraft
 from moelab.speculation.generate import speculative_generate, speculative_generate_step
 
 # These arguments are refused. max_tokens=-1 is not: mlx-lm documents it as no limit.
-NUMBERS = {
-    "num_draft_tokens": (-1, 1.5, "many"),
-    "max_tokens": (-2, 2.5, None),
-    "prefill_step_size": (0, "8"),
-}
+NUMBERS = {"num_draft_tokens": (-1, 1.5, "many"), "max_tokens": (-2, 2.5, None)}
+NUMBERS |= {"prefill_step_size": (0, "8")}
 HYBRIDS = ["qwen3_5_moe", "qwen3_next", "nemotron_h", "jamba", "gpt_oss", "qwen3_moe", "mamba"]
 
 

@@ -49,11 +49,6 @@ class SlotTable:
         """Whether distinct experts fit into the slots if ``taken`` slots are not available."""
         return len(experts) + taken <= self.num_slots
 
-    def waves(self, experts: list[int]) -> list[list[int]]:
-        """Divide experts into waves that fit; held experts come first, before any is evicted."""
-        experts = sorted(experts, key=lambda e: e not in self.slot_of)
-        return [experts[i : i + self.num_slots] for i in range(0, len(experts), self.num_slots)]
-
     def choose(
         self, experts: list[int], busy: Collection[int] = ()
     ) -> tuple[dict[int, int], dict[int, int]]:
