@@ -23,7 +23,6 @@ HIDDEN = {
     "--chat-template-args": {"type": kinds.json_object, "default": {}},
     "--decode-concurrency": {"type": kinds.positive, "default": 32},
     "--draft-model": {"type": kinds.not_empty},
-    "--eos-token": {"type": kinds.not_empty},
     "--extra-eos-token": {"nargs": "+", "default": ()},
     "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
     "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},

@@ -5,7 +5,6 @@ import io
 import secrets
 import shlex
 import sys
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -13,15 +12,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .. import load, stats
-from ..prompt import encode, from_prompt_on, templated, vocabulary
+from ..prompt import encode, templated, vocabulary
 from ..repack import measure_gain
 from ..streaming.config import SLOT_MODES
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments
-from .argument_types import at_least, json_object, not_empty, prompt_text
+from .argument_types import at_least, json_object, prompt_text
 from .drafting import open_draft, write
-from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
+from .kv_cache import check_kv_cache, quantized_given
 
 WORTH = 1.2  # ``repack`` is advised if it would make a text this many times as fast
 
@@ -31,10 +30,7 @@ def run(args: argparse.Namespace) -> None:
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    config, loading, cache = arguments.streaming_given(args), arguments.loading_given(args), None
-    if args.prompt_cache_file is not None:
-        cache, known = open_prompt_cache(args, config)
-        loading["tokenizer_config"] |= known
+    config, loading = arguments.streaming_given(args), arguments.loading_given(args)
     check_kv_cache(args, config)
     draft, group = open_draft(args.draft_model, config.kernels, args.model), joined()
     follows = group is not None and group.rank() > 0
@@ -50,10 +46,9 @@ def run(args: argparse.Namespace) -> None:
         text, as_it_is = args.prompt, args.ignore_chat_template or not tokenizer.has_chat_template
         if not as_it_is:
             said = {"system": args.system_prompt, "answer": args.prefill_response}
-            template = partial(templated, tokenizer, **said, config=args.chat_template_config)
-            text = template(text) if cache is None else from_prompt_on(template, text)
-        if cache is None and args.max_kv_size is not None:
-            cache = make_prompt_cache(model, args.max_kv_size)
+            text = templated(tokenizer, text, **said, config=args.chat_template_config)
+        limited = args.max_kv_size is not None
+        cache = make_prompt_cache(model, args.max_kv_size) if limited else None
         ids = encode(tokenizer, text, as_it_is)
         _check_tokens(vocabulary(model), tokenizer, args)
         session = session_of(model)
@@ -160,14 +155,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_draft(parser)
     arguments.add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="seed of sampling")
-    made = "a file of cache-prompt, from which the prompt goes on"
-    parser.add_argument("--prompt-cache-file", type=not_empty, metavar="FILE", help=made)
     names = ["--extra-eos-token", "--min-tokens-to-keep", "--prefill-response", "--verbose"]
     names += [*arguments.XTC, "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]
     arguments.add_hidden(parser, *names)
     arguments.add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
     why = "a streamed model computes with activations that are not quantized"
     arguments.add_refused(parser, why, "--quantize-activations", "-qa")
+    why = "serve keeps prompts, over a restart with its --prompt-cache-dir"
+    arguments.add_refused(parser, why, "--prompt-cache-file")
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
     arguments.add_stream_options(parser)
