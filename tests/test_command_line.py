@@ -124,9 +124,8 @@ generate m --prompt x --sampling-top-k 8192 --temp 1 | --sampling-top-k=8192: ex
 generate m --prompt x --min-tokens-to-keep 9000 | --min-tokens-to-keep=9000: expected less
 generate m --prompt x --kv-bits 4 --kv-group-size 128 | --kv-group-size=128: mlx-lm cannot quantize
 generate m --prompt x --extra-eos-token nonsuch | --extra-eos-token: expected a token
-generate m --prompt x --max-kv-size 64 | --max-kv-size=64: .* qwen3_5_moe makes its own
-generate moe --prompt x --max-kv-size 64 --draft lookup | --max-kv-size=64 cannot go with a draft
-generate moe --prompt x --max-kv-size 64 --kv-bits 8 | --max-kv-size=64 cannot go with --kv-bits
+generate m --prompt x --max-kv-size 64 | --max-kv-size: .* --context .* leave it out
+chat m --max-kv-size 64 | --max-kv-size: .* --context .* leave it out
 generate m --prompt x --chat-template-config [] | --chat-template-config: expected an object in JSON
 generate m --prompt x --prompt-cache-file c | --prompt-cache-file: serve keeps prompts
 generate bare --prompt x | tokenizer.json may

@@ -13,11 +13,10 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from common import small
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 import moelab
-from moelab import DATA, synthesize
+from moelab import DATA
 from moelab.__main__ import main
 from moelab.commands import generate
 from moelab.repack import Gain
@@ -100,19 +99,6 @@ def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
         assert ("drafts accepted" in got) == (draft not in (None, "lookup"))
     plain = text_of(command("generate", MODEL, *SLOTS, *same[:4]))
     assert (plain == PROMPT + wanted) == (way == "greedy")
-
-
-@pytest.mark.parametrize("size", ["7", "500"])
-def test_a_cache_of_a_limited_size(size, tokenizer, command, capsys, monkeypatch, tmp_path):
-    """The model makes no caches of its own: mlx-lm makes them, and can limit their size."""
-    made = {"config": small("qwen3-30b-a3b"), "tokenizer": tokenizer, "progress": False}
-    plain = synthesize.synthesize(tmp_path / "m", **made)
-    more = ["--prompt", "def f(x): return x", "--max-tokens", 12]
-    limited = theirs(capsys, monkeypatch, "--model", plain, *more, "--max-kv-size", size)
-    assert (limited == theirs(capsys, monkeypatch, "--model", plain, *more)) == (size == "500")
-    for options in (["--slots", "16"], ["--slots", "auto", "--context", "100"]):
-        got = command("generate", plain, *options, *more, "--max-kv-size", size)
-        assert text_of(got) == more[1] + limited
 
 
 def test_what_ends_a_text(command, capsys, monkeypatch):

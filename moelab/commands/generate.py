@@ -8,7 +8,6 @@ import sys
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .. import load, stats
@@ -47,8 +46,6 @@ def run(args: argparse.Namespace) -> None:
         if not as_it_is:
             said = {"system": args.system_prompt, "answer": args.prefill_response}
             text = templated(tokenizer, text, **said, config=args.chat_template_config)
-        limited = args.max_kv_size is not None
-        cache = make_prompt_cache(model, args.max_kv_size) if limited else None
         ids = encode(tokenizer, text, as_it_is)
         _check_tokens(vocabulary(model), tokenizer, args)
         session = session_of(model)
@@ -59,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         likely = args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.sampling_top_k
         ends = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(*likely, args.xtc_probability, args.xtc_threshold, ends)
-        options = {"max_tokens": args.max_tokens, "sampler": sampler, "prompt_cache": cache}
+        options = {"max_tokens": args.max_tokens, "sampler": sampler}
         options["prefill_step_size"] = session.room.step(args.prefill_step_size)
         options |= quantized_given(args)
         responses = write(model, tokenizer, ids, draft, args.num_draft_tokens, **options)
@@ -156,11 +153,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="seed of sampling")
     names = ["--extra-eos-token", "--min-tokens-to-keep", "--prefill-response", "--verbose"]
-    names += [*arguments.XTC, "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]
+    names += [*arguments.XTC, *arguments.KV_CACHE, *arguments.LOADING]
     arguments.add_hidden(parser, *names)
     arguments.add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
     why = "a streamed model computes with activations that are not quantized"
     arguments.add_refused(parser, why, "--quantize-activations", "-qa")
+    arguments.add_refused(parser, arguments.NO_LIMIT, "--max-kv-size")
     why = "serve keeps prompts, over a restart with its --prompt-cache-dir"
     arguments.add_refused(parser, why, "--prompt-cache-file")
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"

@@ -44,26 +44,11 @@ def quantized_given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Refuse cache options that mlx-lm would ignore or fail at later; this reads no weights."""
-    size, bits = getattr(args, "max_kv_size", None), getattr(args, "kv_bits", None)
-    if size is None and bits is None:
+    """Refuse ``kv_bits`` that mlx-lm would ignore or fail at later; this reads no weights."""
+    if (bits := args.kv_bits) is None:
         return
     checkpoint, model = _unread(args, config)
     family = type(model).__module__.rpartition(".")[2]
-    if size is not None:
-        if hasattr(model, "make_cache"):
-            raise ValueError(
-                f"max_kv_size={size}: expected a model whose caches mlx-lm makes, {family} makes "
-                "its own, so the limit would have no effect. Leave it out."
-            )
-        drafted = getattr(args, "draft_model", None) is not None
-        other = "kv_bits" if bits is not None else "a draft" if drafted else None
-        if other:
-            raise ValueError(
-                f"max_kv_size={size} cannot go with {other}: mlx-lm can neither quantize a cache "
-                "of a limited size nor take tokens back from a full one. Leave one of them out."
-            )
-        return
     cache = make_prompt_cache(model)
     try_out(checkpoint, model, cache)
     before = list(cache)
