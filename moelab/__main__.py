@@ -20,7 +20,6 @@ DIVIDED = ("generate", "serve")  # commands that ``mlx.launch`` may start in sev
 COMMANDS = {  # each command's module, and what the command does
     "check": ("lab.check", "does this machine have what it takes?"),
     "generate": ("commands.generate", "continue a prompt"),
-    "cache-prompt": ("commands.cache_prompt", "read the beginning of prompts once, for generate"),
     "chat": ("commands.chat", "talk in a terminal"),
     "serve": ("commands.serve", "answer clients of OpenAI's and Anthropic's APIs over HTTP"),
     "bench": ("lab.experiments.bench", "time decoding in several modes, beside the resident model"),

@@ -1,7 +1,5 @@
 """Turns a prompt into the text and the tokens that a model reads."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -25,18 +23,6 @@ def templated(
     messages = [{"role": k, "content": v} for k, v in said.items() if v is not None]
     flags = {"continue_final_message": answer is not None, "add_generation_prompt": answer is None}
     return render(tokenizer, messages, config, **flags)
-
-
-def from_prompt_on(template: Callable[[str], str], prompt: str) -> str:
-    """Return ``template(prompt)`` from the prompt on; a cache holds the text before."""
-    text, mark = template(prompt), "<query>"
-    before, found, _ = template(mark).partition(mark)
-    if not found:
-        raise ValueError(
-            "chat template: expected a template that does not change a message's text, but this "
-            "template does, so the prompt cannot go on from a prompt cache file."
-        )
-    return text[len(before) :]
 
 
 def render(

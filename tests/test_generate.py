@@ -1,4 +1,4 @@
-"""generate, chat and cache-prompt write the texts of mlx-lm's commands, with streamed experts."""
+"""generate and chat write the texts of mlx-lm's commands, with streamed experts."""
 
 import importlib
 import io
@@ -10,11 +10,10 @@ import sys
 import mlx.core as mx
 import mlx_lm
 import pytest
-from common import small
-from mlx_lm import cache_prompt
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 import moelab
-from moelab import DATA, synthesize
+from moelab import DATA
 from moelab.__main__ import main
 from moelab.streaming.model import tokenizer_of
 
@@ -97,19 +96,6 @@ def test_the_text_is_that_of_mlx_lm(way, command, capsys, monkeypatch):
     assert (plain == PROMPT + wanted) == (way == "greedy")
 
 
-@pytest.mark.parametrize("size", ["7", "500"])
-def test_a_cache_of_a_limited_size(size, tokenizer, command, capsys, monkeypatch, tmp_path):
-    """The model makes no caches of its own: mlx-lm makes them, and can limit their size."""
-    made = {"config": small("qwen3-30b-a3b"), "tokenizer": tokenizer, "progress": False}
-    plain = synthesize.synthesize(tmp_path / "m", **made)
-    more = ["--prompt", "def f(x): return x", "--max-tokens", 12]
-    limited = theirs(capsys, monkeypatch, "--model", plain, *more, "--max-kv-size", size)
-    assert (limited == theirs(capsys, monkeypatch, "--model", plain, *more)) == (size == "500")
-    for options in (["--slots", "16"], ["--slots", "auto", "--context", "100"]):
-        got = command("generate", plain, *options, *more, "--max-kv-size", size)
-        assert text_of(got) == more[1] + limited
-
-
 def test_what_ends_a_text(command, capsys, monkeypatch):
     """End tokens, given as text or as a number, end a text; --verbose F prints the bare text."""
     more = ["-p", "def f(x):\\n", "-m", 12]
@@ -169,8 +155,8 @@ def test_an_older_template(newer, tmp_path):
 
 
 def test_a_template_that_fails(chatty, command, tmp_path):
-    """A template refuses a system prompt; another changes a prompt that should be continued."""
-    model, file = tmp_path / "m", tmp_path / "p.safetensors"
+    """A template refuses a system prompt, or an argument."""
+    model = tmp_path / "m"
     shutil.copytree(chatty, model)
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content | upper if m.role == 'user' "
@@ -181,95 +167,20 @@ def test_a_template_that_fails(chatty, command, tmp_path):
         said = command(*argv, "--system-prompt", "s", stdin="x\n", code=1)
         assert "chat template" in said and "no system prompt here" in said
     assert "tokenize" in command(*generate, "--chat-template-config", '{"tokenize": 1}', code=1)
-    cache = ["cache-prompt", "--prompt", "x", "--prompt-cache-file", file, *SLOTS]
-    assert "chat template" in command(*cache, model, code=1)
-    (model / "chat_template.jinja").write_text("{{ messages[0].content | replace('<', '[') }}")
-    command(*cache, model)
-    assert "chat template" in command(*generate, "--prompt-cache-file", file, code=1)
 
 
-def test_a_prompt_cache_file(chatty, random_tiny_moe, command, capsys, monkeypatch, tmp_path):
-    """A file written by moelab or mlx-lm works in both, but not with another model."""
-    for model in (MODEL, chatty):
-        whole, begin, end = PROMPT, PROMPT[:-10], PROMPT[-10:]
-        wanted = text_of(command("generate", model, *SLOTS, "--prompt", whole, "--max-tokens", 12))
-        wanted = wanted.removeprefix(whole)
-        file = tmp_path / "p.safetensors"
-        make = ["cache-prompt", model, *SLOTS, "--prompt", begin, "--prompt-cache-file", file]
-        assert "tokens" in command(*make)
-        for draft in ([], ["--draft", "lookup"]):
-            more = ["--prompt", end, "--max-tokens", 12, "--prompt-cache-file", file]
-            got = text_of(command("generate", model, *SLOTS, *more, *draft))
-            assert got.removeprefix(end) == wanted
-        assert theirs(capsys, monkeypatch, "--model", model, *more) == wanted
-        assert str(model) in command("generate", random_tiny_moe, *SLOTS, *more, code=1)
-
-        monkeypatch.setattr(cache_prompt, "load", lambda path, **_: moelab.load(path, RESIDENT))
-        argv = ["--model", str(model), "--prompt", begin, "--prompt-cache-file", str(file)]
-        monkeypatch.setattr(sys, "argv", ["cache_prompt", *argv])
-        cache_prompt.main()
-        capsys.readouterr()
-        assert text_of(command("generate", model, *SLOTS, *more)).removeprefix(end) == wanted
-
-
-def replaced(name, change):
-    return lambda arrays, about: ({**arrays, name: change(arrays[name])}, {**about})
-
-
-CHANGES = {  # of a file's arrays and metadata; layer 0 has a state, layer 7 keys and values
-    "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
-    "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
-    "too many tokens": replaced("7.2", lambda a: a + 1000),
-    "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
-    "other numbers": replaced("0.0.1", lambda a: -a),
-}
-
-
-def test_a_prompt_cache_that_is_damaged(command, tmp_path, run):
-    """The checksum or sizes show damage; without a checksum changed numbers get only a warning."""
-    file = tmp_path / "p.safetensors"
-    more = [MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
-    command("cache-prompt", *more)
-    whole = mx.load(str(file), return_metadata=True)
-    for name, change in CHANGES.items():
-        arrays, about = change(*whole)
-        for _ in range(1 + (name != "other numbers")):
-            mx.save_safetensors(str(file), arrays, about)
-            said = command("generate", *more, code=1)
-            assert re.search(f"{file}: .*[Mm]ake it again", said), name
-            about.pop("0.checksum", None)
-    mx.save_safetensors(str(file), arrays, about)
-    got = run("generate", *more, "--max-tokens", 1)
-    assert got.code == 0 and "has no checksum" in got.said
-
-
-def test_a_prompt_cache_is_replaced_behind_its_link(command, tmp_path):
-    file, link = tmp_path / "p.safetensors", tmp_path / "link.safetensors"
-    make = ["cache-prompt", MODEL, *SLOTS, "--prompt-cache-file", link, "--prompt"]
-    link.symlink_to(file)
-    command(*make, "import")
-    old = file.read_bytes()
-    command(*make, "from")
-    assert sorted(tmp_path.iterdir()) == [link, file] and link.is_symlink()
-    assert file.read_bytes() != old
-
-
-def test_a_prompt_cache_that_is_quantized(command, capsys, monkeypatch, tmp_path):
-    """Both commands use the quantized cache as it is; other bits are refused."""
-    file = tmp_path / "p.safetensors"
-    make = ["cache-prompt", MODEL, *SLOTS, "--prompt", PROMPT[:-10], "--prompt-cache-file", file]
-    kv = ["--kv-bits", "4", "--quantized-kv-start", "0"]
-    command(*make, *kv, "--eos-token", "<|endoftext|>")
-    use = ["--prompt", PROMPT[-10:], "--max-tokens", 12, "--prompt-cache-file", file]
-    wanted = theirs(capsys, monkeypatch, "--model", MODEL, *use, *kv)
-    for options in (kv, [], ["--draft", "lookup"]):
-        got = text_of(command("generate", MODEL, *SLOTS, *use, *options))
-        assert got == PROMPT[-10:] + wanted
-    for wrong in (["--kv-bits", "8"], ["--kv-bits", "4", "--kv-group-size", "32"]):
-        said = command("generate", MODEL, *SLOTS, *use, *wrong, code=1)
-        assert "--kv-bits=4 and --kv-group-size=64" in said
-    said = command("generate", MODEL, *SLOTS, *use, "--max-kv-size", "64", code=1)
-    assert "--max-kv-size" in said and "no effect" in said
+def test_a_prompt_that_is_kept_in_a_file(tmp_path):
+    """mlx-lm saves a streamed model's caches; a model that is loaded later goes on from them."""
+    file, ids = str(tmp_path / "p.safetensors"), tokenizer_of(MODEL).encode(PROMPT)
+    with moelab.load(MODEL, moelab.StreamConfig(slots=16))[0] as model:
+        model(mx.array([ids[:-5]]), cache=(cache := make_prompt_cache(model)))
+        save_prompt_cache(file, cache)
+    for config in (moelab.StreamConfig(slots=16), RESIDENT):
+        model, tokenizer = moelab.load(MODEL, config)
+        with model:
+            wanted = mlx_lm.generate(model, tokenizer, ids, max_tokens=12)
+            given = {"max_tokens": 12, "prompt_cache": load_prompt_cache(file)}
+            assert mlx_lm.generate(model, tokenizer, ids[-5:], **given) == wanted
 
 
 # Chat

@@ -23,12 +23,10 @@ HIDDEN = {
     "--chat-template-args": {"type": kinds.json_object, "default": {}},
     "--decode-concurrency": {"type": kinds.positive, "default": 32},
     "--draft-model": {"type": kinds.not_empty},
-    "--eos-token": {"type": kinds.not_empty},
     "--extra-eos-token": {"nargs": "+", "default": ()},
     "--kv-bits": {"type": int, "choices": (2, 3, 4, 5, 6, 8)},
     "--kv-group-size": {"type": int, "choices": (32, 64, 128), "default": 64},
     "--log-level": {"choices": LEVELS, "default": "INFO"},
-    "--max-kv-size": {"type": kinds.at_least(5)},  # a limited cache never drops its first 4 tokens
     "--min-tokens-to-keep": {"type": kinds.positive, "default": 1},
     "--prefill-response": {},
     "--prefill-step-size": {"type": kinds.positive, "default": 2048},
@@ -69,6 +67,7 @@ def add_number(
     parser.add_argument(*names.split(), help=f"{what} (default: %(default)s)", **given)
 
 
+NO_LIMIT = "most models make caches without a limit, and --context sets the memory for them"
 NO_PIPELINE = "several machines divide the experts of each layer, not the layers"
 
 

@@ -17,7 +17,6 @@ from ..streaming.session import session_of
 from . import arguments
 from .argument_types import at_least, not_utf8
 from .drafting import open_draft, write
-from .kv_cache import check_kv_cache
 
 
 class ChatUI(mlx_lm_chat.ChatUI):
@@ -40,7 +39,6 @@ class ChatUI(mlx_lm_chat.ChatUI):
 def run(args: argparse.Namespace) -> None:
     """Chat until ``q``, Ctrl-C or the end of standard input."""
     config = arguments.streaming_given(args)
-    check_kv_cache(args, config)
     with ExitStack() as stack:
         draft = open_draft(args.draft_model, config.kernels, args.model)
 
@@ -59,8 +57,8 @@ def run(args: argparse.Namespace) -> None:
             args.prefill_step_size = session_of(model).room.step(args.prefill_step_size)
             return model, tokenizer
 
-        def make_prompt_cache(model, max_kv_size=None):
-            cache = mlx_lm_chat.make_prompt_cache(model, max_kv_size)
+        def make_prompt_cache(model, _):
+            cache = mlx_lm_chat.make_prompt_cache(model)
             return cache + (draft.make_cache() if draft else [])
 
         def answer(model, tokenizer, prompt, **kwargs):
@@ -114,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_number(parser, "-m --max-tokens", 256, "most tokens of an answer")
     arguments.add_sampling(parser, ("--temp", "--top-p"))
     arguments.add_number(parser, "--seed", 0, "seed of sampling", at_least(0, 2**64 - 1))
-    arguments.add_hidden(parser, "--max-kv-size", *arguments.XTC, *arguments.LOADING)
+    arguments.add_hidden(parser, *arguments.XTC, *arguments.LOADING)
+    arguments.add_refused(parser, arguments.NO_LIMIT, "--max-kv-size")
     arguments.add_refused(parser, arguments.NO_PIPELINE, "--pipeline")
     arguments.add_stream_options(parser)

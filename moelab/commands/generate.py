@@ -4,21 +4,19 @@ import argparse
 import io
 import secrets
 import sys
-from functools import partial
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
 from .. import load, stats
-from ..prompt import encode, from_prompt_on, templated, vocabulary
+from ..prompt import encode, templated, vocabulary
 from ..streaming.ranks import joined
 from ..streaming.session import session_of
 from . import arguments
-from .argument_types import at_least, json_object, not_empty, prompt_text
+from .argument_types import at_least, json_object, prompt_text
 from .drafting import open_draft, write
-from .kv_cache import check_kv_cache, open_prompt_cache, quantized_given
+from .kv_cache import check_kv_cache, quantized_given
 
 
 def run(args: argparse.Namespace) -> None:
@@ -26,10 +24,7 @@ def run(args: argparse.Namespace) -> None:
 
     Each rank samples for itself, with the same logits and seed, so no token has to be sent.
     """
-    config, loading, cache = arguments.streaming_given(args), arguments.loading_given(args), None
-    if args.prompt_cache_file is not None:
-        cache, known = open_prompt_cache(args, config)
-        loading["tokenizer_config"] |= known
+    config, loading = arguments.streaming_given(args), arguments.loading_given(args)
     check_kv_cache(args, config)
     draft, group = open_draft(args.draft_model, config.kernels, args.model), joined()
     follows = group is not None and group.rank() > 0
@@ -45,10 +40,7 @@ def run(args: argparse.Namespace) -> None:
         text, as_it_is = args.prompt, args.ignore_chat_template or not tokenizer.has_chat_template
         if not as_it_is:
             said = {"system": args.system_prompt, "answer": args.prefill_response}
-            template = partial(templated, tokenizer, **said, config=args.chat_template_config)
-            text = template(text) if cache is None else from_prompt_on(template, text)
-        if cache is None and args.max_kv_size is not None:
-            cache = make_prompt_cache(model, args.max_kv_size)
+            text = templated(tokenizer, text, **said, config=args.chat_template_config)
         ids = encode(tokenizer, text, as_it_is)
         _check_tokens(vocabulary(model), tokenizer, args)
         session = session_of(model)
@@ -59,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
         likely = args.temp, args.top_p, args.min_p, args.min_tokens_to_keep, args.sampling_top_k
         ends = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
         sampler = make_sampler(*likely, args.xtc_probability, args.xtc_threshold, ends)
-        options = {"max_tokens": args.max_tokens, "sampler": sampler, "prompt_cache": cache}
+        options = {"max_tokens": args.max_tokens, "sampler": sampler}
         options["prefill_step_size"] = session.room.step(args.prefill_step_size)
         options |= quantized_given(args)
         responses = write(model, tokenizer, ids, draft, args.num_draft_tokens, **options)
@@ -132,14 +124,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_draft(parser)
     arguments.add_sampling(parser)
     parser.add_argument("--seed", type=at_least(0, 2**64 - 1), metavar="N", help="seed of sampling")
-    made = "a file of cache-prompt, from which the prompt goes on"
-    parser.add_argument("--prompt-cache-file", type=not_empty, metavar="FILE", help=made)
     names = ["--extra-eos-token", "--min-tokens-to-keep", "--prefill-response", "--verbose"]
-    names += [*arguments.XTC, "--max-kv-size", *arguments.KV_CACHE, *arguments.LOADING]
+    names += [*arguments.XTC, *arguments.KV_CACHE, *arguments.LOADING]
     arguments.add_hidden(parser, *names)
     arguments.add_refused(parser, "images are not streamed, mlx_lm.generate takes them", "--image")
     why = "a streamed model computes with activations that are not quantized"
     arguments.add_refused(parser, why, "--quantize-activations", "-qa")
+    arguments.add_refused(parser, arguments.NO_LIMIT, "--max-kv-size")
+    why = "serve keeps prompts, over a restart with its --prompt-cache-dir"
+    arguments.add_refused(parser, why, "--prompt-cache-file")
     why = "mlx_lm.generate takes this and goes by --ignore-chat-template alone"
     arguments.add_refused(parser, why, "--use-default-chat-template")
     arguments.add_stream_options(parser)

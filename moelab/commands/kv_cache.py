@@ -1,4 +1,4 @@
-"""Checks mlx-lm's options of key-value caches; reads and writes prompt cache files."""
+"""Checks mlx-lm's options of key-value caches; reads and writes a server's prompt cache files."""
 
 import argparse
 import copy
@@ -44,26 +44,11 @@ def quantized_given(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_kv_cache(args: argparse.Namespace, config: StreamConfig) -> None:
-    """Refuse cache options that mlx-lm would ignore or fail at later; this reads no weights."""
-    size, bits = getattr(args, "max_kv_size", None), getattr(args, "kv_bits", None)
-    if size is None and bits is None:
+    """Refuse ``kv_bits`` that mlx-lm would ignore or fail at later; this reads no weights."""
+    if (bits := args.kv_bits) is None:
         return
     checkpoint, model = _unread(args, config)
     family = type(model).__module__.rpartition(".")[2]
-    if size is not None:
-        if hasattr(model, "make_cache"):
-            raise ValueError(
-                f"max_kv_size={size}: expected a model whose caches mlx-lm makes, {family} makes "
-                "its own, so the limit would have no effect. Leave it out."
-            )
-        drafted = getattr(args, "draft_model", None) is not None
-        other = "kv_bits" if bits is not None else "a draft" if drafted else None
-        if other:
-            raise ValueError(
-                f"max_kv_size={size} cannot go with {other}: mlx-lm can neither quantize a cache "
-                "of a limited size nor take tokens back from a full one. Leave one of them out."
-            )
-        return
     cache = make_prompt_cache(model)
     try_out(checkpoint, model, cache)
     before = list(cache)
@@ -93,72 +78,30 @@ def checksum(caches: list, metadata: dict[str, str]) -> str:
     return f"crc32 {crc:08x}"
 
 
-def open_prompt_cache(args: argparse.Namespace, config: StreamConfig) -> tuple[list, dict]:
-    """Read a file's caches and ``tokenizer_config``; refuse what is damaged or does not fit."""
-    file, bits = args.prompt_cache_file, args.kv_bits
-    unread = _unread(args, config)
-    try:
-        cache, metadata = _read(Path(file))
-        _check_fit(cache, metadata["model"], args.model, *unread)
-        tokenizer_config = json.loads(metadata["tokenizer_config"])
-        tokenizer_config.pop("trust_remote_code", None)  # only the user may allow code, not a file
-    except Exception as error:  # mlx-lm's code and MLX may raise anything for a strange file
-        raise ValueError(
-            f"{file}: expected a prompt cache of {args.model}, as cache-prompt writes it "
-            f"({describe(error)}). Make it again with cache-prompt."
-        ) from error
-    if args.max_kv_size is not None:
-        raise ValueError(
-            f"{file}: its caches have their size, so max_kv_size={args.max_kv_size} would have no "
-            "effect. Give the option to cache-prompt."
-        )
-    wanted = bits, args.kv_group_size
-    for c in cache:
-        if hasattr(c, "bits") and bits is not None and wanted != (c.bits, c.group_size):
-            raise ValueError(
-                f"{file}: its caches are quantized with kv_bits={c.bits} and "
-                f"kv_group_size={c.group_size}, expected {bits} and {args.kv_group_size}. Leave "
-                "kv_bits out, or make it again with cache-prompt."
-            )
-    if "checksum" not in metadata:
-        print(
-            f"moelab: {file} has no checksum (mlx_lm.cache_prompt writes none), so damage to its "
-            "numbers would not be noticed",
-            file=sys.stderr,
-        )
-    return cache, tokenizer_config
-
-
 def write_prompt_cache(file: Path, cache: list, metadata: dict[str, str]) -> None:
     """Write caches, metadata and a ``checksum``; the file appears once it is complete."""
     metadata = metadata | {"checksum": checksum(cache, metadata)}
-    try:
-        with written(file) as beside:
-            mlx_lm_cache.save_prompt_cache(str(beside), cache, metadata)
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{file}: cannot be written ({describe(error)})") from error
+    with written(file) as beside:
+        mlx_lm_cache.save_prompt_cache(str(beside), cache, metadata)
 
 
-def _read(file, made=None):
+def _read(file, made):
     """Read a file's caches and metadata; refuse a file that is damaged or has another ``made``."""
     held = read_header(file, "make it again")
     cache, metadata = mlx_lm_cache.load_prompt_cache(str(file), return_metadata=True)
     if held.keys() != {key for key, _ in tree_flatten([c.state for c in cache])}:
         raise ValueError("it holds other arrays than those of its caches")
-    if made is not None and not (metadata.get("made") == made and "checksum" in metadata):
+    if metadata.get("made") != made or "checksum" not in metadata:
         raise ValueError("the weights, adapter, draft or options differ from those of this server")
-    expected, found = metadata.get("checksum"), checksum(cache, metadata)
-    if expected not in (None, found):
+    expected, found = metadata["checksum"], checksum(cache, metadata)
+    if expected != found:
         raise ValueError(f"the file is damaged: its checksum is {found}, expected {expected}")
     return cache, metadata
 
 
-def _check_fit(cache, made_of, name, checkpoint, model):
+def _check_fit(cache, checkpoint, model):
     """Raise an error (of any type) if this model cannot have made the caches."""
-    if Path(made_of).resolve() not in (Path(name).resolve(), checkpoint.path.resolve()):
-        raise ValueError(f"it is a prompt cache of {made_of}")
-    limits = {c.max_size for c in cache if isinstance(c, mlx_lm_cache.RotatingKVCache)}
-    likes = make_prompt_cache(model, max(limits, default=None))
+    likes = make_prompt_cache(model)
     if len(cache) != len(likes):
         raise ValueError(f"expected {len(likes)} caches, got {len(cache)}")
     for c, like in zip(cache, likes):
@@ -203,7 +146,7 @@ class PromptFiles:
         cache, about = _read(file, self._made)
         checkpoint, model = self._unread
         of_model = cache[: len(make_prompt_cache(model))]  # a draft's caches come after the model's
-        _check_fit(of_model, checkpoint.path, checkpoint.path, checkpoint, model)
+        _check_fit(of_model, checkpoint, model)
         tokens, kind = json.loads(about["tokens"]), about["kind"]
         kinds = mlx_lm_cache.LRUPromptCache().stats_by_type()
         if {*map(type, tokens)} != {int} or kind not in kinds:

@@ -212,6 +212,31 @@ def test_files_that_are_left_alone(tmp_path, capsys):
     assert cached(restored(tmp_path), *TEXTS) == [0, 0, 0, 57]
 
 
+def replaced(name, change):
+    return lambda arrays, about: ({**arrays, name: change(arrays[name])}, about)
+
+
+CHANGES = {  # of a file's arrays and metadata; layer 0 has a state, layer 7 keys and values
+    "another class": lambda arrays, about: (arrays, {**about, "1.7": "ArraysCache"}),
+    "smaller heads": replaced("7.0", lambda a: a[..., :-1]),
+    "too many tokens": replaced("7.2", lambda a: a + 1000),
+    "a smaller state": replaced("0.0.1", lambda a: a[:, :-1]),  # the kernels would read beyond it
+    "other numbers": replaced("0.0.1", lambda a: -a),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_is_damaged(change, tmp_path, capsys, monkeypatch):
+    """The checksum or sizes show damage; only the checksum shows changed numbers."""
+    (file,) = saved(tmp_path, TEXT)
+    changed = CHANGES[change](*mx.load(str(file), return_metadata=True))
+    mx.save_safetensors(str(file), *changed)
+    assert cached(restored(tmp_path), TEXT) == [0]
+    assert f"{file}: left alone" in capsys.readouterr().err
+    monkeypatch.setattr(kv_cache, "checksum", lambda _, about: about["checksum"])
+    assert cached(restored(tmp_path), TEXT) == [60 * (change == "other numbers")]
+
+
 def test_what_must_be_the_same(tmp_path, random_tiny_moe, capsys):
     """Weights count, too: an adapter trained again in the same folder is another adapter."""
     adapter = tmp_path / "adapter"

@@ -2,7 +2,7 @@
 
 A request passes these modules from top to bottom, and its answer from bottom to top:
 
-    http          limits, errors, clients that hang up; one route for each dialect
+    http          errors, clients that hang up, Ctrl-C; one route for each dialect
     completions, agents     the dialects; a new one is a ``requests.Dialect`` in ``http.DIALECTS``
     requests      a request is checked and becomes one ``Ask`` for each text to write
     template      messages become tokens

@@ -1,13 +1,11 @@
-"""The server's HTTP: routes, errors, limits on what clients send and on how long they wait."""
+"""The server's HTTP: routes, errors, and clients that hang up."""
 
 import asyncio
-import ctypes
 import json
 import logging
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -31,15 +29,12 @@ from .engine import Engine
 from .requests import Asked, parsed
 
 DIALECTS = (CHAT, COMPLETIONS, RESPONSES, MESSAGES, COUNT_TOKENS)
-SILENT_S = 30  # a client that sends half a request, or takes no bytes, for so long is dropped
 KEEPALIVE_S = 4  # a stream that had no event for so long gets one that keeps it alive
 GRACE_S = 2  # how long after Ctrl-C clients can still receive what was written
-MOST_NBYTES = 2**22  # the longest request: 16 bytes for each of 256k tokens
-SMALL_NBYTES = 2**14  # the longest small request; 16 small ones are taken even if memory is short
-CHECK_S = 60  # a request whose check takes longer is refused: its template may be endless
-_held = {}  # bytes of each unanswered request; 0 while the request is small and incomplete
+MOST_NBYTES = 2**22  # the longest body: 16 bytes for each of 256k tokens
+LEAST_NBYTES = 2**14  # a body of so many bytes is taken even if memory is short
 UVICORN = {"loop": "asyncio", "http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
-UVICORN |= {"timeout_keep_alive": SILENT_S, "timeout_graceful_shutdown": GRACE_S}
+UVICORN |= {"timeout_keep_alive": 30, "timeout_graceful_shutdown": GRACE_S}
 
 
 def app(engine: Engine, served: Served, origins: Sequence[str] = ()) -> CORSMiddleware:
@@ -97,15 +92,7 @@ class _Endpoint:
             await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
         try:
-            check = threading.Thread(target=self._check, args=(await self._read(request), tell))
-            check.daemon = True  # the process ends without waiting for the thread
-            check.start()
-            asked, _ = await _next(told, CHECK_S)
-            if asked is None:  # end the thread, as soon as its native code returns
-                given = ctypes.c_ulong(check.ident), ctypes.py_object(SystemExit)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(*given)
-                words = f"body: the check took more than {CHECK_S} s (an endless template?)"
-                raise Refused(words, status=503)
+            asked = await asyncio.to_thread(self._check, await self._read(request))
             if await request.is_disconnected():
                 raise ClientDisconnect
             watch = asyncio.create_task(receive())  # this ends when the client is gone
@@ -117,39 +104,28 @@ class _Endpoint:
             words, status = _error(self.dialect, error)
             with suppress(asyncio.CancelledError):  # the client can get no answer any more
                 await write(words, status=status)
-        finally:
-            _held.pop(request, None)
 
     async def _read(self, request):
         """Read all of a body, even of a refused one: else the client would lose the answer."""
         parts, body, origin = request.stream(), bytearray(), request.headers.get("origin")
         free = memory_now()[1] // 2 // 260  # a tokenizer takes 260 bytes for each byte of a text
-        longest, most = max(SMALL_NBYTES, min(MOST_NBYTES, free)), max(16 * SMALL_NBYTES, free)
+        longest = max(LEAST_NBYTES, min(MOST_NBYTES, free))
         try:
             if origin and not {"*", origin}.intersection(self.origins):
                 raise Refused(f"Origin: {origin[:100]} is not in --allowed-origins", status=403)
-            async for part in parts:  # the last part is empty
+            async for part in parts:
                 body += part
-                large = len(body) > SMALL_NBYTES
                 if len(body) > longest:
                     raise Refused(f"body: expected at most {longest} bytes, got more", status=413)
-                _held[request] = len(body) if large or not part else 0
-                if sum(n for n in _held.values() if (n > SMALL_NBYTES) == large) > most:
-                    raise Refused("too many requests at once: try again later", status=503)
             return body
         except Refused:
-            _held.pop(request, None)
             body = part = b""
             async for _ in parts:
                 pass
             raise
 
-    def _check(self, body, tell):
-        """Check a body, and put the request or the error on the queue."""
-        try:
-            tell(Asked(self.dialect, parsed(body), self.served))
-        except (Exception, SystemExit) as error:
-            tell(error.with_traceback(None))  # its traceback would keep the body in memory
+    def _check(self, body):
+        return Asked(self.dialect, parsed(body), self.served)
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""
@@ -198,11 +174,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Listen, so that clients wait for the ``Server``; ValueError says why listening failed."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.create_server(address, family=family, backlog=1024)
-        # uvicorn reads all that waits in a socket's buffer. With buffers of the system's size it
-        # reads 180 kB for each of 1,500 clients.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_NBYTES)
-        return made
+        return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
         raise ValueError(f"serve: --host {host} --port {port}: {error}. Choose others.") from error
 
@@ -212,7 +184,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: CORSMiddleware, engine: Engine, listening: socket.socket):
         super().__init__(uvicorn.Config(app, **UVICORN))
-        self.engine, self.socket, self._silent, self._asked = engine, listening, {}, 0
+        self.engine, self.socket, self._asked = engine, listening, 0
 
     def answer(self) -> None:
         """Answer requests in the main thread until the end, then stop the engine."""
@@ -235,19 +207,8 @@ class Server(uvicorn.Server):
             interrupts.end()
 
     async def on_tick(self, counter):
-        """Drop silent clients, for whom uvicorn waits without end; after Ctrl-C end all answers."""
+        """End all answers after Ctrl-C. An error of the engine ends the server."""
         self.engine.check()
         for task in self.server_state.tasks if self.should_exit else ():
             task.cancel("the server was stopped")
-        now, silent = time.monotonic(), {}
-        for client in self.server_state.connections:
-            cycle = client.cycle
-            sends = cycle is None or cycle.response_complete or cycle.more_body
-            if sends or client.flow.write_paused:
-                # The wait begins anew at another request, or when the client takes bytes.
-                wait = client, cycle, client.transport.get_write_buffer_size()
-                silent[wait] = self._silent.get(wait, now)
-                if now - silent[wait] > SILENT_S:
-                    client.transport.abort()
-        self._silent = silent
         return await super().on_tick(counter)
