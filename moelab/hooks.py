@@ -84,13 +84,13 @@ def replaced(originals: Iterable[tuple[Any, str, Any]]) -> str:
 
 
 def call_instead(module: nn.Module, name: str, replace: Callable[[Callable], Callable]) -> None:
-    """Let a module's methods call ``replace(f)``, where ``f`` is the global function ``name``.
+    """Let a module's methods call ``replace(f)`` in place of f, the global function ``name``.
 
     The module gets a subclass of its class. The former class's method runs in training, and
-    while another library has replaced ``f`` or that method.
+    while another library has replaced f or that method.
     """
     cls = type(module)
-    own = ((key, getattr(cls, key)) for key in methods(cls))  # the methods that a call finds
+    own = ((key, getattr(cls, key)) for key in methods(cls))  # inherited methods, too
     found = tuple(
         (key, f, f.__globals__[name])
         for key, f in own

@@ -37,7 +37,8 @@ NEED_NBYTES, NEED_GROWTH, NEED_SPREAD = 6.5e9, 0.75, 0.15
 # A token's slowdown on a Mac that swaps; published: 3.5 and 4.2 (qwisp), 12.8 (Godwit).
 CLIFF = 6
 # MLX keeps so many bytes of freed arrays in a streamed model's call on Metal. Its own limit is 0.95
-# of what Metal recommends, and a prompt's parts leave arrays of many sizes that none takes over.
+# of what Metal recommends. A prompt's parts free arrays of many sizes, which later arrays of other
+# sizes cannot take over, so that gigabytes would stay.
 FREED_NBYTES = 256 * 2**20
 WHY_LEFT = (
     "for macOS, other programs and the page cache; a Mac that runs short swaps, and a token then "

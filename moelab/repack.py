@@ -78,7 +78,7 @@ def repack(
 
 
 class _Layer:
-    """The experts of one layer; ``write`` lets MLX read one parameter of all experts at a time."""
+    """The experts of one layer. ``write`` reads parameter by parameter, each for all experts."""
 
     def __init__(self, path, module):
         self.path, self._module, parameters = path, module, expert_parameters(module)

@@ -1,4 +1,4 @@
-"""The command line ignores no option, takes no value for another, and prints no traceback."""
+"""The command line ignores no option, refuses wrong values, and prints no traceback."""
 
 import argparse
 import inspect

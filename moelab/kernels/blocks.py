@@ -190,7 +190,7 @@ class GatedDelta(Block):
 
 
 class GatedDelta35(GatedDelta):
-    """``GatedDelta`` of qwen3_5: qkv, z, b and a have a projection each."""
+    """``GatedDelta`` of qwen3_5, with a projection each for ``qkv``, ``z``, ``b`` and ``a``."""
 
     projections = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
     norm_type = qwen3_5.RMSNormGated

@@ -192,7 +192,7 @@ class LookupDraft(Draft):
 
 
 def learned_policy(model: nn.Module, draft: Draft) -> Policy:
-    """Return the policy of this target and draft. The policy learns from text to text."""
+    """Return the policy of this target and draft, which goes on learning in later texts."""
     target, policy = vars(draft).get("_learned", (lambda: None, None))
     if target() is not model:
         policy = Policy()

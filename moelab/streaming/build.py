@@ -38,9 +38,9 @@ def build_model(
     model_config: dict | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, dict, int]:
-    """Build mlx-lm's model with ``config``'s top-k and type; also return its configuration and K.
+    """Build mlx-lm's model with the top-k and dtype of ``config``.
 
-    K is 0 for a model without experts.
+    Returns the model, the model's configuration, and K (0 for a model without experts).
     """
     given = {"library": config.library, "trust_remote_code": trust_remote_code}
     build = partial(mlx_lm_model, checkpoint, **given)

@@ -35,14 +35,15 @@ WORTH = 0.66
 class Prefetcher:
     """Guesses which experts the next layer will need; ``blocks[i]`` calls ``layers[i]``."""
 
-    # How many experts per token ``Router`` asks of a layer's own router before attention.
+    # How many likely experts of each token a layer's own router names before attention. Only
+    # ``Router`` asks for any.
     asks_early = 0
 
     def __init__(self, layers: list[nn.Module], blocks: list[nn.Module]):
         self._layers, self._blocks = layers, blocks
 
     def ask(self, layer: int, x: mx.array | kernels.Rows) -> list:
-        """Lazy arrays for ``guess``; the caller evaluates them with the routing of input ``x``."""
+        """Lazy arrays for ``guess``; the caller evaluates them together with the routing of x."""
         return []
 
     def guess(self, layer: int, asked: list) -> tuple[int, np.ndarray] | None:

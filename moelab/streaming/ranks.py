@@ -167,7 +167,11 @@ class Ranks:
 
     @contextmanager
     def waiting(self, patience_s: float | None = None) -> Iterator[None]:
-        """Wait inside the block; end the process ``patience_s`` s after the last ``answered``."""
+        """Limit how long the block waits for other ranks.
+
+        The process ends ``patience_s`` seconds after the block or the last call of ``answered``
+        began.
+        """
         self._patience_s = patience_s or PATIENCE_S
         self._until = monotonic() + self._patience_s
         try:

@@ -152,7 +152,8 @@ class Room:
             self._most = self._warned = most
             self._rest_until, self._tried, self._swapped = now + self._rest_s, False, None
             # macOS counts all programs' swapped pages, and slots given back on a Mac do not return.
-            # So wait longer on a Mac: a browser that opens then costs a quarter of the slots only.
+            # So a Mac waits longer until the next look: a program that opens costs only a quarter
+            # of the slots, not one quarter after the other.
             self._watch_s += 0 if can_empty() else 5.0
         elif self._most < self._plan.slots and now > self._rest_until:
             self._most, self._tried = self._most + max(1, self._most // 8), True

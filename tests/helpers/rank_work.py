@@ -25,7 +25,7 @@ def decode(group: mx.distributed.Group | None, cases: list[tuple[str, dict]]) ->
     """Return for each model a hash of all logits, the experts read ``[L, E]``, hits and misses."""
     found = []
     for model_path, fields in cases:
-        # The tests' process has the same settings. A Mac's GPU would read ahead with one rank.
+        # As in the tests' process, which compares. A Mac's GPU would read ahead with one rank.
         config = {"dtype": "float32", "prefetch": "none", **fields}
         model, _ = load_model(model_path, moelab.StreamConfig(**config), group=group)
         with model:

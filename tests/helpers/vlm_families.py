@@ -35,11 +35,11 @@ LLAMA4 |= {"vision_feature_select_strategy": "default"}
 NGRAMS = {"ple_layer_ids": [1], "ple_embed_dim": 64, "heads_per_ngram": 1, "eos_token_id": 2}
 NGRAMS |= {"ngram_vocab_size_base": 500, "split_ngram_parts": 3}
 
-# Keys of each family's config.json, or of its ``text_config``, besides ``COMMON``. Families that
-# mlx-lm has, too, have the config of mlx-lm's family unless it stands here.
 THEIRS = {m.name for m in pkgutil.iter_modules(models.__path__)}
 # Names of mlx-lm's families that in mlx-vlm have no experts, are no model or run on no CPU.
 OTHER = {"deepseek_v41", "mistral4", "muse_spark", "prism_hadamard_qwen35", "qwen3_5"}
+# The keys in each family's config.json, or in its ``text_config``, beside ``COMMON``. A family that
+# mlx-lm has, too, has the config of mlx-lm's family unless it stands here.
 FAMILIES = {
     **{name: own for name, own in families.FAMILIES.items() if name in THEIRS - OTHER},
     **{name: {} for name in ("cohere2_moe", "flint", "hy_v4", "klear", "kolibri1", "youtu_vl")},

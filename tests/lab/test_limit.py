@@ -89,7 +89,7 @@ def test_bench_under_a_limit_says_what_was_killed(limits):
 
 
 def test_check_says_what_to_do_and_plans_a_model(monkeypatch, capsys):
-    """``check`` says how many slots commands take and why, what repack is for; or why none fits."""
+    """``check`` says how many slots commands take and why, and names repack. Or it says why not."""
     want = plan(TINY, StreamConfig(lazy_logits=True))
     check.check(TINY)
     *lines, blocks, chosen = capsys.readouterr().out.splitlines()

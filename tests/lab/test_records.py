@@ -223,7 +223,8 @@ BOUND = {"least": 1.05, "within": 1.1}  # 1.05 is enough; below 1.1 all else is 
         ({"here": at([2.0, 2.5, 3.0], most=2.2)}, "open", r"Open: here: 2\.5 .*at most 2.2"),
         ({"here": at(3, most=4)}, "confirmed", "here: 3 "),  # a count
         ({"warm": YES, "cold": NO}, "depends", r"^Warm it does\.$"),
-        # A claim holds if most regimes confirm it. If none confirms it, one can refute it.
+        # A claim holds if most regimes confirm it. If no regime confirms it and one refutes it, the
+        # claim is refuted.
         ({"a": YES, "b": YES, "c": OPEN}, "confirmed", r"^Confirmed in 2 of 3 regimes: a: 2 "),
         ({"a": YES, "b": OPEN}, "open", r"^Open in 1 of 2 regimes: b: 1\.25 "),
         ({"a": NO, "b": OPEN, "c": OPEN}, "refuted", "^Refuted in 1 of 3 regimes: a: "),

@@ -218,7 +218,7 @@ NAMES = st.sampled_from([*fields_of(CHAT), *fields_of(COMPLETIONS)])
 @tries(300)
 @given(st.dictionaries(NAMES, JSON, max_size=3), st.booleans(), JSON | CHATS)
 def test_any_json(body, chats, main):
-    """JSON becomes asks that ranks can share, or gets an error of few words."""
+    """Any JSON gives an ``Ask`` that can be sent to other ranks, or a short error."""
     kind, name = (CHAT, "messages") if chats else (COMPLETIONS, "prompt")
     try:
         made = asks(kind, {name: main} | body)

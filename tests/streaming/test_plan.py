@@ -136,7 +136,7 @@ def test_the_page_cache_is_left_out_where_it_has_no_room(monkeypatch):
     assert not moelab.plan(TINY_MOE, memory_nbytes=50 * MB).direct
 
 
-@common.needs_kernels  # logits always wait with MLX's kernels
+@common.needs_kernels  # MLX's kernels compute logits only if they are used
 def test_logits_of_a_prompt_wait_until_they_are_used(tmp_path):
     # The head has 128 rows, as many as a layer's query has.
     path = families.write_checkpoint("qwen3_5_moe", tmp_path / "model", vocab_size=128)

@@ -111,7 +111,7 @@ def checkpoints(tmp_path_factory):
 ENDED = "another rank has ended"
 ROUNDS = "the machines round differently"  # and choose other experts
 # The second rank's checkpoint and settings, then what each of the two ranks says. If both ranks
-# have equal checkpoints and settings, the second rank does, amid an answer, what the case names.
+# have equal checkpoints and settings, the case's name says how the second rank ends its answer.
 WRONG = {
     "slots": ("one", SETTINGS.replace("4", "3"), *["StreamConfig.slots: expected the same"] * 2),
     "checkpoint": ("other", SETTINGS, *["checkpoint: expected the same"] * 2),

@@ -116,7 +116,7 @@ class ItemsRequest(ChatRequest):
 
 
 class _Items:
-    """An answer that is a list of items: neighbouring runs of one kind (not calls) are one."""
+    """An answer as a list of items. Each call is an item; so are neighbouring runs of one kind."""
 
     _number, _runs = -1, ()  # the current item's number and runs
 

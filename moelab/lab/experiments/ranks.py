@@ -141,8 +141,9 @@ def divided(
 ) -> "DataFrame":
     """Decode with one rank and with several; each run has processes of its own.
 
-    ``rates`` are bytes a second of each rank's simulated SSD (None: this machine's SSD). With
-    ``limit_nbytes`` ranks read past the page cache, and the file's pages are dropped before a run.
+    ``rates`` are bytes a second of each rank's simulated SSD (None: this machine's SSD). If
+    ``limit_nbytes`` is given, ranks read past the page cache, and a run begins without the file's
+    pages in memory.
     ``text`` is a trace's file or ``RANDOM``, fed in place of decoded tokens. Raise ValueError if
     the texts of the ranks differ.
     """
