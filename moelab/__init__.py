@@ -45,7 +45,7 @@ with suppress(OSError):
 
 __version__ = "0.2.0"
 # Each record names the engine's version. Raise the version with each change of the engine that
-# alters what is read or computed, or when.
+# alters what is read or computed for a decoded token, or when.
 ENGINE = 2
 
 DATA = Path(__file__).resolve().parent.parent / "data"
