@@ -146,7 +146,7 @@ class Mac(System):
         return name.value.decode() if self._ask(b"machdep.cpu.brand_string", name) else None
 
     def swapped_pages(self):
-        """Count all programs' pages in the memory compressor; None while memory is not short."""
+        """Pages that the compressor unpacked and packed so far; None while memory is not short."""
         if self.pressure() in (None, 1) or (counts := self._pages()) is None:
             return None
         both = counts.view(np.uint64)

@@ -28,7 +28,7 @@ from ..streaming.build import build_model
 from ..streaming.config import StreamConfig
 from ..streaming.model import find
 
-Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, mlx-lm's kind of text
+Prompt = tuple[list[int], list, str]  # a text's tokens, the caches after it, its ``cache_type``
 
 
 def _unread(args, config):

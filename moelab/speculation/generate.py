@@ -199,7 +199,7 @@ class _Rounds:
         self._left = max_tokens if max_tokens >= 0 else float("inf")
         self._number = 0  # the round's number
         # Tokens since the draft was last asked, which it has not read. A round without drafts
-        # begins the next token before it waits for its own.
+        # schedules the next token, and only then waits for ``_last``.
         self._missed = 0
 
     def tokens(self) -> Iterator[tuple[int, mx.array, bool, Round]]:

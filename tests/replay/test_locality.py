@@ -68,9 +68,10 @@ def test_a_synthetic_trace_repeats_no_expert_and_follows_its_seed():
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_fitted_trace_has_the_recorded_ones_locality(name):
-    """Means over layers agree to 0.03: overlap with the last token, LRU hits of K to E/2 slots.
+    """The fitted and the recorded trace have, to 0.03, the same overlap with the last token.
 
-    Hits of more slots agree to 0.05: popularity is no exact power, and a few experts are
+    So they have the same hit rate of LRU with K to E/2 slots (means over layers). With more slots
+    hit rates agree to 0.05: popularity is no exact power, and a few experts are
     hardly ever used while the model writes.
     """
     trace = locality.recorded_trace(name).decode

@@ -96,7 +96,7 @@ def drawn_worlds():
 
 
 def lost(world, num_tokens, prompt_known):
-    """Return how much longer drafts make a text, as a share; one token's time is not counted."""
+    """Return the share of time that drafts add to a text, without its first token's time."""
     policy = Policy()
     policy.begin(num_tokens)
     if prompt_known:

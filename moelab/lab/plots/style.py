@@ -1,4 +1,4 @@
-"""The look of every figure: template, machine, limits as lines, and the figure in words."""
+"""What figures share: template, lines for limits, and the text around them."""
 
 import html
 import math
