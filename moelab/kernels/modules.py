@@ -281,7 +281,9 @@ class _Conv1d(_Fast):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]  # [C, width, 1]
-        if not takes(x) or self.training or replaced(self.originals) or weight.dtype != mx.float32:
+        if not takes(x) or self.training or replaced(self.originals):
+            return super().__call__(x)
+        if weight.dtype != mx.float32 or len(weight) != x.shape[-1]:  # one filter would broadcast
             return super().__call__(x)
         taps = self.taps.owned
         T = x.shape[1] - len(taps) + 1
