@@ -69,7 +69,7 @@ def measure(model_path, options, file, first, warm, tokens, prompts, record, **_
     row |= {"MB": did.bytes_read / tokens / 1e6, "wait_s": did.wait_s}
     if used := did.prefetch_used:
         row |= {"right": used / did.prefetch_issued, "found": used / (used + did.misses)}
-    elif did.read_s:  # no GB/s with guesses: a guess's read may take no counted seconds
+    elif did.read_s:  # with guesses there is no GB/s: some of their reads are not timed
         row["GB/s"] = did.bytes_read / did.read_s / 1e9
     for n in prompts:
         row[f"prompt of {n}"] = min(took(0, n, make_prompt_cache(model)) for _ in "12")

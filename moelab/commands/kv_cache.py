@@ -1,4 +1,4 @@
-"""Checks mlx-lm's options of key-value caches; reads and writes a server's prompt cache files."""
+"""Checks mlx-lm's ``--kv-bits``, and keeps a server's prompts in files."""
 
 import argparse
 import copy

@@ -201,7 +201,7 @@ class Code:
 
     @contextmanager
     def loop(self, first, end, step=1, values=None):
-        """Repeat the block's code for i from ``first`` to ``end``, in whole steps.
+        """Repeat the block's code for i = first, first + step, ..., while i + step <= end.
 
         The block may change the list ``values``: the next step and the code after the loop get what
         is in it. After the loop, i is the first number that is left over.

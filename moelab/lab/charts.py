@@ -248,7 +248,7 @@ def _figure(samples, grouped, title, x, y, note, height=style.PLOT_HEIGHT, **lay
 
 
 def _empty(height=style.PLOT_HEIGHT, **layout):
-    """Make a figure with a plot of so many pixels; ``style.describe`` adds the legend's height."""
+    """Make an empty figure. Its plot is ``height`` pixels high; a legend's height comes on top."""
     top, below = style.TOP, style.FOOTER
     around = {"margin": {"t": top, "b": below}, "height": top + height + below}
     return go.Figure(layout={"template": "moelab"} | around | layout)

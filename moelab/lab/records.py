@@ -335,7 +335,7 @@ def _unrooted(word):
 
 
 def _others_s():
-    """Return the CPU seconds since boot of other processes and other virtual machines."""
+    """Return the CPU seconds that other processes and virtual machines took since boot."""
     total = psutil.cpu_times()
     busy = sum(getattr(total, name, 0.0) for name in ("user", "nice", "system", "steal"))
     own = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -207,7 +207,7 @@ class Server(uvicorn.Server):
             interrupts.end()
 
     async def on_tick(self, counter):
-        """End all answers after Ctrl-C. An error of the engine ends the server."""
+        """End all answers after Ctrl-C. If the engine ends with an error, the server ends."""
         self.engine.check()
         for task in self.server_state.tasks if self.should_exit else ():
             task.cancel("the server was stopped")
