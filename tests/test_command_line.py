@@ -49,7 +49,7 @@ def work(monkeypatch):
 
 @pytest.mark.parametrize("command", [generate, chat, serve, bench, plan, synthesize])
 def test_no_option_is_ignored_and_a_number_is_finite_and_has_bounds(command):
-    """Options of five commands are read by moelab's commands or by mlx-lm's ``chat``."""
+    """Options of generate, chat and serve are read by moelab's commands or by mlx-lm's ``chat``."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     source = "".join(p.read_text() for p in Path(serve.__file__).parent.rglob("*.py"))

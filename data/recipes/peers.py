@@ -8,14 +8,14 @@ it writes itself (``mlx_vlm.moe_offload``), and keeps the experts that it used l
 in a process of its own, and no other process imports it.
 
 ``against`` reads one text with each peer, in rounds of random order; the model's file is dropped
-from the page cache before each run. TEXT is a trace's file, whose tokens the peers read one by one,
-or lengths of prompts (``126,400,800``). A WORD is
+from the page cache before each run. TEXT is a trace's file, whose tokens the peers read one by one
+(``FILE:16``: only the last 16 tokens of its prompt), or lengths of prompts (``126,400,800``). A
+WORD is
 
 - a memory limit of the process in MB, page cache included (Linux). 0, the default, means no limit;
 - a peer, with options after slashes: ``mlx-lm``, ``moelab/source=host/slots=16``,
   ``llama.cpp/experts=cpu`` (on a GPU: experts in the host's memory, computed on the CPU, as
   ``--n-cpu-moe`` does). Default: every peer, moelab included;
-- ``prompt=16``: read only the last 16 tokens of a trace's prompt. Default: all;
 - ``warmup=32``: tokens after the prompt that are read before the clock starts; ``tokens=32``:
   tokens that are timed then; ``seconds=30``: warm-up and timing each end after 30 s at most;
 - ``repacked=FOLDER``: one more peer, moelab with the model as ``moelab repack`` wrote it.
@@ -308,8 +308,6 @@ def main(work, out="", path="", text="", runs=0, *words):
             counts[name] = value if name == "repacked" else int(value)
         else:
             limits.append(int(word) * 1_000_000 or None)
-    if last := counts.pop("prompt", 0):
-        text = f"{text}:{last}"
     if text.replace(",", "").isdigit():
         text = [int(n) for n in text.split(",")]
     made = against(path, text, limits or [None], int(runs), ways=ways or NAMES, **counts)

@@ -40,7 +40,7 @@ from moelab.shipped import shipped
 GOALS = {"median": 1.25, "four of five": 1.6, "worst": 2.0}
 # Sources by one author, or of one thread, count as one source.
 ONE_SOURCE = {"z-lab issue 91": "SwiftLM", "mlx-swift-lm issue 124": "SwiftLM"}
-# A model's name in the rows: its name in ``moelab.plan``, if that is another
+# A model's name in the rows: its name in ``moelab.plan``, if that is not the same in lower case
 NAMES = {
     "Qwen3.6-35B-A3B": "qwen3.5-35b-a3b",
     "Gemma4-26B-A4B": "gemma-4-26b-a4b",

@@ -133,7 +133,7 @@ def _tensors(path, config):
         theirs = name.removeprefix("language_model.").replace("switch_mlp", "experts")
         theirs = theirs.replace("dt_bias", "dt_proj.bias")
         found[names.get_name(theirs, (".weight", ".bias"))] = name
-    found.pop(None, None)  # scales and biases of quantized weights
+    found.pop(None, None)  # scales, biases, and tensors that llama.cpp lacks
     return {theirs: converted(name) for theirs, name in sorted(found.items())}
 
 

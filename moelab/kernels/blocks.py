@@ -41,7 +41,8 @@ class Recurred(NamedTuple):
 class Block(modules.Watched):
     """A mixin for mlx-lm's classes of blocks; ``hooks.replaced`` checks its ``originals``.
 
-    A subclass has ``own_matrices``, and ``forward_with`` computes a call with them.
+    A subclass has ``own_matrices`` and ``forward_with``, which computes a call with them, or has a
+    ``forward`` of its own (``layers.Layer``).
     """
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:

@@ -50,7 +50,11 @@ def gated_delta(
 
 
 def recur(q, k, v, g, beta, state) -> tuple[np.ndarray, np.ndarray]:
-    """Compute ``gated_delta`` of numpy arrays. A token's heads in q, k and v must be contiguous."""
+    """Compute ``gated_delta`` of numpy arrays; g, beta and state must be contiguous.
+
+    In q, k and v a token's heads must be contiguous, and the next text must begin where a text's
+    tokens end: give copies of a part of several texts' tokens.
+    """
     (B, T, Hk, Dk), (Hv, Dv) = q.shape, v.shape[2:]
     y, new = empty(B, T, Hv, Dv), empty(*state.shape)
     # Distances between tokens. (If T = 1: between texts, since the time axis may have any stride.)

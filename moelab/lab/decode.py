@@ -208,23 +208,18 @@ def route_by(model: nn.Module, calls: Iterable[np.ndarray]) -> Iterator[None]:
         yield
 
 
-class OracleDraft:
+class OracleDraft(Draft):
     """A draft that knows the text, and guesses each token right with probability ``accept``.
 
     The seed decides which tokens of the text are guessed right. After a wrong guess, the later
     guesses of the round are wrong too. A wrong guess is usually a token from elsewhere in the text.
     """
 
-    layer_ids = ()
-
     def __init__(self, tokens: Sequence[int], accept: float = ACCEPT, seed: int = 0):
-        rng, self._tokens, self.cache = np.random.default_rng(seed), np.array(tokens), []
+        rng, self._tokens = np.random.default_rng(seed), np.array(tokens)
         self._is_right = rng.random(len(tokens)) < accept
         others = rng.permutation(self._tokens)
         self._wrong = np.where(others == tokens, (others + 1) % 2, others)
-
-    def make_cache(self) -> list:
-        return []
 
     def bind(self, model: nn.Module, cache: list | None = None) -> None:
         self._read = 0

@@ -204,9 +204,9 @@ def parted(here: "DataFrame", recorded: "DataFrame", *pairs: tuple[str, str]) ->
 
 
 def busy(load: Mapping[str, Any]) -> str:
-    """Say what disturbed a run: other programs, a host that slowed down; "" if nothing did."""
+    """Say what disturbed a run: other programs or machines, a slower host; "" if nothing did."""
     cores, shifted = load.get("cores_of_others", 0), load.get("drift", 0)
-    told = [f"other programs used {cores:.1f} cores"] if cores >= DISTURBED else []
+    told = [f"others used {cores:.1f} cores"] if cores >= DISTURBED else []
     told += [f"the speed drifted by {shifted:.0%}"] if shifted > DISTURBED else []
     return f"DISTURBED: {', '.join(told)}" if load.get("disturbed") else ""
 

@@ -211,7 +211,7 @@ class Recorder:
 
         def earlier(n):
             first = [a[:, :n] for a in inputs]
-            if len(state) > 1:  # ``recur`` expects the next text where a text's tokens end
+            if len(state) > 1:  # see ``recur``: these are parts of several texts
                 first = map(np.ascontiguousarray, first)
             return kernels.to_mlx(kernels.gated_delta.recur(*first, state)[1])
 

@@ -198,7 +198,7 @@ def test_costs_are_measured_and_a_busy_machine_is_said(moe, monkeypatch, capsys)
         monkeypatch.setattr(cost, "samples_of", lambda *_, made=record, **__: made)
         costs = cost.measure_costs(moe)
         monkeypatch.undo()
-        assert ("other programs used 1.5 cores" in capsys.readouterr().err) is disturbed
+        assert ("others used 1.5 cores" in capsys.readouterr().err) is disturbed
         unknown = set() if costs.reads_direct else {"direct_s_per_byte"}
         assert all(0 <= s < np.inf for name, s in vars(costs).items() if name not in unknown)
         assert costs.warm_s_per_byte > 0 and costs.cold_s_per_byte > 0 and costs.overlap <= 1

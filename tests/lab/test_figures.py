@@ -66,7 +66,7 @@ def test_a_chart_says_which_machine_was_recorded():
     assert ": H7, CUDA backend" in note
     spoilt = {"disturbed": True, "cores_of_others": 1.0}
     meta = charts.bars(samples(load=spoilt), "seconds", axis="s", **WORDS).layout.meta
-    assert meta["note"].startswith("DISTURBED: other programs used 1.0 cores; tiny")
+    assert meta["note"].startswith("DISTURBED: others used 1.0 cores; tiny")
     recorded.attrs |= {"load": spoilt, "note": "an old engine"}
     note = charts.bars(recorded, "seconds", axis="s", **WORDS).layout.meta["note"]
     assert "an old engine; recorded" in note

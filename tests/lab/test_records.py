@@ -48,7 +48,7 @@ def test_a_run_that_was_disturbed_or_cut_off_is_refused(tmp_path, monkeypatch, c
     monkeypatch.setattr(records, "card", lambda: {"cores": 2})
     made = records.Running("bench").table(ROWS)
     records.print_and_save("report", made, path)
-    assert "DISTURBED: other programs used 3.0 cores" in capsys.readouterr().out
+    assert "DISTURBED: others used 3.0 cores" in capsys.readouterr().out
     with pytest.raises(ValueError, match="was disturbed"):
         records.read(path)
     made.attrs |= {"load": {}, "partial": True}

@@ -276,20 +276,21 @@ def test_a_hang_up(end, nohup, tmp_path):
     assert any(kept.iterdir())
 
 
-SLOW = "{% if messages[0].content == 'slow' %}{% for a in range(99999) %}{% for b in range(99) %}"
-SLOW += "{% endfor %}" * 2 + "{% endif %}x"  # a template that takes seconds
+ENDLESS = "{% if messages[0].content == 'endless' %}" + "{% for a in range(99999) %}" * 2
+ENDLESS += "{% endfor %}" * 2 + "{% endif %}x"
 
 
 @pytest.mark.parametrize("options, times", [(DRAFT, 1), (SLOTS, 3)])
 def test_ctrl_c(options, times, tmp_path):
-    """Ctrl-C comes once or thrice, amid answers, a slow check, half requests and silence."""
+    """Ctrl-C comes once or thrice, amid answers, an endless check, half requests and silence."""
     text = request_bytes(prompt=PROMPTS[1], max_tokens=20_000, stream=True)
-    slow = request_bytes("/v1/chat/completions", messages=[{"role": "user", "content": "slow"}])
+    messages = [{"role": "user", "content": "endless"}]
+    endless = request_bytes("/v1/chat/completions", messages=messages)
     answers = []
     with ExitStack() as stack:
         ends = [signal.SIGINT] * times
-        with process(tmp_path, *options, "--chat-template", SLOW, ends=ends) as server:
-            for sent in (b"", text[:40], *[text[:-1]] * 14, slow, text):
+        with process(tmp_path, *options, "--chat-template", ENDLESS, ends=ends) as server:
+            for sent in (b"", text[:40], *[text[:-1]] * 14, endless, text):
                 connection = stack.enter_context(connected(server.url))
                 connection.sendall(sent)
                 answers.append(connection.makefile("rb"))

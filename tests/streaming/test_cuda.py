@@ -195,8 +195,8 @@ def test_the_gpu_waits_unless_it_ends_long_kernels(time_limit, hybrid, runtime, 
 
 
 @pytest.mark.skipif(native.loop() is None, reason="needs llvmlite")
-def test_native_code_says_that_bytes_are_there(any_reads, hybrid, runtime, monkeypatch):
-    """Native code marks bytes as read; Python's reader thread may have to wait for the GIL."""
+def test_native_code_is_given_the_flag_to_set(any_reads, hybrid, runtime, monkeypatch):
+    """It sets the flag (``test_reader.py``) without the GIL, for which Python might wait."""
     flags = watched(monkeypatch, native, "read", lambda table, flag=0, arrived=None: arrived)
     with copying(hybrid) as model:
         answer(model)

@@ -102,6 +102,7 @@ def test_a_verify_pass_reads_each_missing_expert_once(path, kernel, monkeypatch)
 
 
 @needs_kernels
+@pytest.mark.skipif(native.direct_loop() is None, reason="needs Linux and llvmlite")
 def test_some_slots_are_filled_while_others_are_computed(monkeypatch):
     """A long call computes a quarter of its slots at a time, and the disk is busy meanwhile."""
     read_in_parts(monkeypatch)

@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -92,7 +93,10 @@ class _Endpoint:
             await send({"type": "http.response.body", "body": data.encode(), "more_body": more})
 
         try:
-            asked = await asyncio.to_thread(self._check, await self._read(request))
+            check = threading.Thread(target=self._check, args=(await self._read(request), tell))
+            check.daemon = True  # the process ends without waiting for a template without end
+            check.start()
+            asked, _ = await _next(told)
             if await request.is_disconnected():
                 raise ClientDisconnect
             watch = asyncio.create_task(receive())  # this ends when the client is gone
@@ -124,8 +128,12 @@ class _Endpoint:
                 pass
             raise
 
-    def _check(self, body):
-        return Asked(self.dialect, parsed(body), self.served)
+    def _check(self, body, tell):
+        """Check a body, and put the request or the error on the queue."""
+        try:
+            tell(Asked(self.dialect, parsed(body), self.served))
+        except Exception as error:
+            tell(error)
 
     async def _answer(self, asked, write, told, tell):
         """Write an answer, whole or in parts."""

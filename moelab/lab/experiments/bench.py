@@ -224,7 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory = "memory of a run, page cache included; or several; none: no limit"
     add("--limits", **limits, help=memory)
     drafts = "lookup, mtp, self, oracle:SHARE, or a folder (model, DFlash draft, head); or several"
-    add("--draft", type=several(not_empty), metavar="DRAFT", help=drafts)
+    add("--draft", type=several(not_empty), metavar="DRAFT", default=(), help=drafts)
     lengths = {"type": several(or_auto(zero_or_more)), "metavar": "N", "default": (4, "auto")}
     add("--lengths", **lengths, help="drafts in a round; auto: a policy decides (default: 4,auto)")
     packed = "also measure this copy, which python -m moelab repack wrote"
@@ -244,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
     variants = crossed(
         configs,
         [limit if limit is None else limit * 1_000_000 for limit in args.limits],
-        args.draft or (),
+        args.draft,
         args.lengths,
         (False, True) if args.direct else (None,),
         {"": None, "packed": args.packed} if args.packed else {"": None},

@@ -121,7 +121,7 @@ class UploadingReader(Reader):
 
 
 def _copies(memory, parts, pieces):
-    """Copy what each of ``parts`` reads to pieces of memory, each an address and its bytes."""
+    """The copies of what ``parts`` read to pieces of memory, each an address and its bytes."""
     to, nbytes = np.array(pieces).T
     ends, part_ends = nbytes.cumsum(), np.cumsum([part.nbytes for part in parts])
     cuts = np.union1d(ends, part_ends)

@@ -181,7 +181,10 @@ class LayerSlots:
         return [Arriving(dict(islice(items, n)), r, counters) for r in reads]
 
     def land(self, most: int | None = None) -> dict[int, int]:
-        """Finish groups that arrived, some ``most`` experts (None: all); return their slots."""
+        """Finish groups that arrived, about ``most`` experts, at least a group; return the slots.
+
+        None: wait for all groups.
+        """
         ended = [*self.awaited]
         if most is not None:
             num = max(1, most // len(ended[0].slots))
